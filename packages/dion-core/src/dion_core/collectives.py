@@ -1,0 +1,222 @@
+"""The few collectives that the optimizers and transports use, behind one small protocol.
+
+Transports communicate through a `Group` and nothing else, so that another library (MPI, say) is one more
+implementation and not one more transport. Messages are one-dimensional, contiguous, and move as bytes:
+what arrives is bit for bit what was sent, in every dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Reduction = Literal["sum", "max"]
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Makes the results usable on the current stream (NCCL) or on the host (gloo)."""
+
+
+class Group(Protocol):
+    """Ranks that communicate. Every call is collective and returns at once with a handle to wait on."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the group, 0 <= rank < size."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global numbers of the group's ranks, in group order."""
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
+        """Fills outputs[r] with rank r's `tensor`. Lengths may differ by rank, and may be 0."""
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
+        """Replaces `tensor` by its elementwise sum or maximum over the ranks."""
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
+        """Fills `output` with this rank's part (all parts equally long) of the reduction of `tensor`."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+        """Replaces `tensor` by the one of rank `source` of the group."""
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle:
+        """Sends the r-th piece of `tensor` to rank r; `output` holds the pieces received, by rank."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective that this rank issued: its name, the group's size, and the bytes sent to each peer.
+
+    `sent` includes the bytes a rank sends to itself; a reduction counts its message once for every peer.
+    """
+
+    name: str
+    size: int
+    sent: tuple[int, ...]
+
+
+_observers: list[Callable[[Call], None]] = []
+
+
+@contextmanager
+def observe() -> Iterator[list[Call]]:
+    """Collects every collective that this process issues inside the block, in order."""
+    calls: list[Call] = []
+    _observers.append(calls.append)
+    try:
+        yield calls
+    finally:
+        _observers.remove(calls.append)
+
+
+def _announce(name: str, size: int, sent: Sequence[int]) -> None:
+    for observer in _observers:
+        observer(Call(name, size, tuple(sent)))
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Bytes of the elements of `tensor`."""
+    return tensor.numel() * tensor.element_size()
+
+
+def split(tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Views of consecutive pieces of a 1-D tensor, which `lengths` cover exactly."""
+    pieces: list[Tensor] = list(torch.split_with_sizes(tensor, list(lengths)))
+    return pieces
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    # gloo knows no bf16 in some collectives; bytes are moved alike by every backend. `detach` keeps autograd out.
+    return tensor.detach().view(torch.uint8)
+
+
+class _Pending:
+    """Works to wait for, with the tensors that they read and write kept alive until then."""
+
+    def __init__(self, works: Sequence[dist.Work | None], *tensors: Tensor) -> None:
+        self._works = works
+        self._tensors: tuple[Tensor, ...] = tensors
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._works, self._tensors = (), ()
+
+
+@dataclass(frozen=True)
+class TorchGroup:
+    """A `Group` on a torch.distributed process group (NCCL or gloo). Equal if the process group is the same."""
+
+    process_group: dist.ProcessGroup
+
+    @cached_property
+    def rank(self) -> int:
+        return dist.get_rank(self.process_group)
+
+    @cached_property
+    def size(self) -> int:
+        return dist.get_world_size(self.process_group)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(self.process_group))
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
+        _announce("all_gather", self.size, [num_bytes(tensor)] * self.size)
+        if len({output.numel() for output in outputs}) == 1:
+            pieces = [_as_bytes(output) for output in outputs]
+            works = [dist.all_gather(pieces, _as_bytes(tensor), group=self.process_group, async_op=True)]
+        else:  # gloo gathers equal lengths only
+            outputs[self.rank].copy_(tensor)
+            works = [self._broadcast(output, rank) for rank, output in enumerate(outputs) if output.numel()]
+        return _Pending(works, tensor, *outputs)
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
+        _announce("all_reduce", self.size, [num_bytes(tensor)] * self.size)
+        work = dist.all_reduce(tensor, _operation(reduction), group=self.process_group, async_op=True)
+        return _Pending([work], tensor)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
+        _announce("reduce_scatter", self.size, [num_bytes(output)] * self.size)
+        parts = list(tensor.chunk(self.size))
+        work = dist.reduce_scatter(
+            output, parts, _operation(reduction), group=self.process_group, async_op=True
+        )
+        return _Pending([work], output, tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+        sent = [num_bytes(tensor) * (source == self.rank)] * self.size
+        _announce("broadcast", self.size, sent)
+        return _Pending([self._broadcast(tensor, source)], tensor)
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle:
+        width = tensor.element_size()
+        _announce("all_to_all", self.size, [split * width for split in input_splits])
+        work = dist.all_to_all_single(
+            _as_bytes(output),
+            _as_bytes(tensor),
+            [split * width for split in output_splits],
+            [split * width for split in input_splits],
+            group=self.process_group,
+            async_op=True,
+        )
+        return _Pending([work], output, tensor)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
+        work: dist.Work | None = dist.broadcast(
+            _as_bytes(tensor), group=self.process_group, async_op=True, group_src=source
+        )
+        return work
+
+
+def _operation(reduction: Reduction) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
+
+
+@dataclass(frozen=True)
+class SoloGroup:
+    """The `Group` of one process that communicates with nobody: results are copies of what was given."""
+
+    rank: int = 0
+    size: int = 1
+    ranks: tuple[int, ...] = (0,)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
+        outputs[0].copy_(tensor)
+        return _Pending([])
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
+        return _Pending([])
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
+        output.copy_(tensor)
+        return _Pending([])
+
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+        return _Pending([])
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle:
+        output.copy_(tensor)
+        return _Pending([])

@@ -1,0 +1,152 @@
+"""Where the rows of a matrix lie: which axis is split, over which ranks, and at which offsets.
+
+Everything is computed from shapes and placements. No collective is needed, hence none can hang.
+Legend: N matrices of a bucket, R rows and C columns of one whole matrix, W ranks of the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dion_core.collectives import Group
+
+
+class Axis(StrEnum):
+    """Which axis of a matrix is split over the ranks of its group."""
+
+    ROWS = "rows"  # every rank holds some rows: Shard(0)
+    COLUMNS = "columns"  # every rank holds some columns of every row: Shard(1)
+    REPLICATED = "replicated"  # every rank holds the whole matrix, and the ranks share the work
+    WHOLE = "whole"  # this rank holds the whole matrix and works alone
+
+
+Segment = tuple[int, int]  # (offset, length) along the split axis
+
+
+def shard_segments(length: int, world_size: int) -> tuple[Segment, ...]:
+    """The (offset, length) of every rank's shard when `length` is split as DTensor's `Shard` splits it.
+
+    Every rank gets ceil(length / world_size) until nothing is left: 18 over 8 gives 3, 3, 3, 3, 3, 3, 0, 0.
+    """
+    size = -(-length // world_size)
+    offsets = [min(rank * size, length) for rank in range(world_size)]
+    return tuple((offset, min(size, length - offset)) for offset in offsets)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How N matrices of one shape lie on the ranks of a group.
+
+    Attributes:
+        group: the ranks that hold parts of the matrices.
+        axis: which axis is split over them.
+        shape: (R, C) of one whole matrix.
+        segments: segments[rank][matrix] = the (offset, length) pieces of that matrix on that rank along the
+            split axis, ascending. Where nothing is split every rank has the one piece (0, R).
+    """
+
+    group: Group
+    axis: Axis
+    shape: tuple[int, int]
+    segments: tuple[tuple[tuple[Segment, ...], ...], ...]
+
+    @property
+    def num_matrices(self) -> int:
+        return len(self.segments[0])
+
+    def rows(self, rank: int, matrix: int) -> int:
+        """How many rows (whole ones, or pieces of rows where columns are split) the rank holds."""
+        if self.axis is Axis.COLUMNS:
+            return self.shape[0]
+        return sum(length for _, length in self.segments[rank][matrix])
+
+    def max_rows(self, rank: int) -> int:
+        """The most rows that the rank holds of any matrix."""
+        return max((self.rows(rank, matrix) for matrix in range(self.num_matrices)), default=0)
+
+    def columns(self, rank: int) -> int:
+        """How many columns the rank holds of every row."""
+        if self.axis is not Axis.COLUMNS:
+            return self.shape[1]
+        return sum(length for _, length in self.segments[rank][0]) if self.num_matrices else 0
+
+    def local_shape(self, matrix: int = 0) -> tuple[int, int]:
+        """The shape of this rank's part of a matrix."""
+        return self.rows(self.group.rank, matrix), self.columns(self.group.rank)
+
+    def stack(self, num_matrices: int) -> Layout:
+        """The layout of `num_matrices` matrices that all lie as the one matrix of this layout does."""
+        segments = tuple(of_rank * num_matrices for of_rank in self.segments)
+        return Layout(self.group, self.axis, self.shape, segments)
+
+
+def split_layout(group: Group, axis: Axis, shape: tuple[int, int]) -> Layout:
+    """The layout of one matrix whose rows or columns are split evenly, as DTensor's `Shard` does."""
+    length = shape[1] if axis is Axis.COLUMNS else shape[0]
+    if axis in (Axis.REPLICATED, Axis.WHOLE):
+        pieces: tuple[Segment, ...] = ((0, length),) * group.size
+    else:
+        pieces = shard_segments(length, group.size)
+    return Layout(group, axis, shape, tuple((((offset, size),),) for offset, size in pieces))
+
+
+@dataclass(frozen=True)
+class RowTables:
+    """Static tables that translate between a rank's rows and the rows of the whole matrices, on one device."""
+
+    layout: Layout
+    device: torch.device
+
+    @cached_property
+    def position(self) -> Tensor:
+        """(N, R local) int64: place of every local row among the N * R rows of all matrices.
+
+        Places past a matrix's last local row hold N * R, which is a place that no row has.
+        """
+        return self._position(self.layout.group.rank)
+
+    @cached_property
+    def gathered_position(self) -> Tensor:
+        """(sum of N * R local over ranks,) int64: `position` of every rank, flattened, in rank order."""
+        return torch.cat([self._position(rank).flatten() for rank in range(self.layout.group.size)])
+
+    @cached_property
+    def rank_of_row(self) -> Tensor:
+        """(N, R) int64: the rank that holds each row. Only for matrices whose rows are split."""
+        layout = self.layout
+        table = torch.zeros(layout.num_matrices, layout.shape[0], dtype=torch.int64)
+        for rank, matrices in enumerate(layout.segments):
+            for matrix, pieces in enumerate(matrices):
+                for offset, length in pieces:
+                    table[matrix, offset : offset + length] = rank
+        return table.to(self.device)
+
+    @cached_property
+    def num_rows(self) -> Tensor:
+        """(W, N) int64: how many rows every rank holds of every matrix."""
+        layout = self.layout
+        counts = [
+            [layout.rows(rank, matrix) for matrix in range(layout.num_matrices)]
+            for rank in range(layout.group.size)
+        ]
+        shape = (layout.group.size, layout.num_matrices)
+        return torch.tensor(counts, dtype=torch.int64).reshape(shape).to(self.device)
+
+    def _position(self, rank: int) -> Tensor:
+        layout = self.layout
+        num_matrices, rows = layout.num_matrices, layout.shape[0]
+        table = torch.full((num_matrices, layout.max_rows(rank)), num_matrices * rows)
+        for matrix in range(num_matrices):
+            if layout.axis is Axis.ROWS:
+                pieces = layout.segments[rank][matrix]
+            else:
+                pieces = ((0, rows),)
+            numbers = [torch.arange(offset, offset + length) for offset, length in pieces]
+            local = torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.int64)
+            table[matrix, : local.numel()] = local + matrix * rows
+        return table.to(self.device)

@@ -1,0 +1,236 @@
+"""Newton-Schulz orthogonalization, written on the Gram matrix in segments.
+
+One step multiplies X (m x n, m <= n) by a polynomial of its Gram matrix, ``X <- (a I + b G + c G^2) X`` with
+``G = X X^T``: every singular value s becomes ``a s + b s^3 + c s^5``, the singular vectors stay. Several
+steps are products of polynomials of one G, so they can be worked out on the small m x m matrix and multiplied
+onto X once. All of it is therefore one line::
+
+    for segment in segments:
+        x = segment(x @ x.mT) @ x
+
+A segment of one step is the classical iteration, a longer one is Gram-Newton-Schulz, and the next segment is
+its restart. Replacing ``x @ x.mT`` by its sum over ranks gives the version for column-sharded matrices.
+
+Legend: B matrices, m rows, n columns, X a matrix, G its Gram matrix, Q the polynomial with Q X the result.
+
+Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"
+(https://kellerjordan.github.io/posts/muon); Amsel, Persson, Musco, Gower 2025, "The Polar Express"
+(arXiv:2505.16932); Zhang, Amsel, Chen, Dao 2026, "Gram Newton-Schulz"
+(https://dao-ailab.github.io/blog/2026/gram-newton-schulz), from which the restart comes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+Coefficients = tuple[float, float, float]
+"""(a, b, c) of one step ``p(s) = a s + b s^3 + c s^5``."""
+
+QUINTIC: Final[tuple[Coefficients, ...]] = ((3.4445, -4.7750, 2.0315),) * 5
+"""The quintic of Jordan et al. 2024, five times: takes 0.003 to 1 into 0.68 to 1.21."""
+
+_SAFETY: Final = 1.05  # each step is optimal up to a sharp edge, and rounding that passes it would diverge
+
+POLAR_EXPRESS: Final[tuple[Coefficients, ...]] = tuple(
+    (a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5)
+    for a, b, c in (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    )
+)
+"""The first five steps of Amsel et al. 2025, each taken at s / 1.05: takes 0.003 to 1 into 0.84 to 1.13."""
+
+_COMPUTE_DTYPES: Final = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Orthogonalizer(Protocol):
+    """Maps each matrix to (nearly) its orthogonal polar factor.
+
+    An implementation does not modify its input, gives each matrix a result independent of the rest of the
+    batch, keeps zero rows zero and commutes with row permutations up to rounding. Its ``repr`` enters the
+    plan that ranks compare, so it must be the same on every rank. It may offer ``segments(rows, columns)`` as
+    `NewtonSchulz` does; a transport that sums Gram matrices over ranks needs that.
+    """
+
+    def __call__(self, matrices: Tensor, /) -> Tensor:
+        """Returns the orthogonalized matrices, (B, m, n) in the dtype and on the device of ``matrices``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The steps between two computations of the Gram matrix: a polynomial of it."""
+
+    coefficients: tuple[Coefficients, ...]
+
+    def __call__(self, gram: Tensor) -> Tensor:
+        """Returns Q, (m, m) or (B, m, m) like ``gram``, such that Q X is X after all steps of the segment.
+
+        With q = a I + b G + c G^2 a step is Q <- Q q, G <- q^2 G; all factors commute. The a I enter as
+        ``beta``, in the wide accumulator of a product, instead of being rounded together with the rest of q.
+
+        Args:
+            gram: X X^T of the segment's input, (m, m) or (B, m, m) in the compute dtype. Not modified.
+        """
+        polynomial: Tensor | None = None
+        for step, (a, b, c) in enumerate(self.coefficients, start=1):
+            rest = _multiply_add(gram, gram, gram, beta=b, alpha=c)  # q - a I
+            if step < len(self.coefficients):
+                gram_rest = _multiply_add(gram, gram, rest, beta=a)
+                gram = _multiply_add(gram_rest, rest, gram_rest, beta=a)
+            if polynomial is None:
+                polynomial = rest
+                polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+            else:
+                polynomial = _multiply_add(polynomial, polynomial, rest, beta=a)
+        assert polynomial is not None, "a segment has at least one step"
+        return polynomial
+
+
+@dataclass(frozen=True)
+class NewtonSchulz:
+    """An `Orthogonalizer` that applies a composition of odd quintics to the singular values.
+
+    Square matrices take one-step segments, since the Gram recurrence saves nothing there. Others take two
+    segments, ``restart_after`` steps and the rest: the recurrence amplifies the rounding errors of G, most of
+    all in its null space, and a fresh Gram matrix after the second step keeps that harmless. (Without one, a
+    matrix of rank 1 comes out of float16 with singular values of 9 to 45.)
+
+    Attributes:
+        coefficients: (a, b, c) of each step, first to last.
+        restart_after: Steps in the first of the two segments of a non-square matrix; ``None`` for one-step
+            segments (the classical iteration) at every shape.
+        compute_dtype: Of the products, after normalization. ``None`` chooses: float64 for float64 matrices,
+            else float16 on CUDA and float32 elsewhere. bfloat16 has to be asked for, with
+            ``restart_after=None``: it makes the Gram recurrence overshoot (singular values of 1.35 and more).
+
+    Raises:
+        ValueError: A field is out of its range, or bfloat16 is combined with a ``restart_after``.
+    """
+
+    coefficients: tuple[Coefficients, ...] = POLAR_EXPRESS
+    restart_after: int | None = 2
+    compute_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        # Lists and integers, as a configuration file gives them, must not change the hash or the repr.
+        steps = tuple((float(a), float(b), float(c)) for a, b, c in self.coefficients)
+        object.__setattr__(self, "coefficients", steps)
+        if not steps:
+            raise ValueError(f"coefficients must have at least one step (a, b, c), got {self.coefficients!r}")
+        if self.restart_after is not None and not 1 <= self.restart_after <= len(steps):
+            raise ValueError(f"restart_after must be None or 1 to {len(steps)}, got {self.restart_after!r}")
+        if self.compute_dtype not in _COMPUTE_DTYPES:
+            raise ValueError(f"compute_dtype must be one of {_COMPUTE_DTYPES}, got {self.compute_dtype!r}")
+        if self.compute_dtype == torch.bfloat16 and self.restart_after is not None:
+            raise ValueError(
+                f"compute_dtype torch.bfloat16 is allowed only with restart_after=None (one-step segments), "
+                f"got restart_after={self.restart_after!r}"
+            )
+
+    def segments(self, rows: int, columns: int) -> tuple[Segment, ...]:
+        """Returns what to run on the Gram matrices of a (rows, columns) matrix, first to last."""
+        steps = self.coefficients
+        if self.restart_after is None or rows == columns:
+            return tuple(Segment((step,)) for step in steps)
+        parts = (steps[: self.restart_after], steps[self.restart_after :])
+        return tuple(Segment(part) for part in parts if part)
+
+    def __call__(self, matrices: Tensor) -> Tensor:
+        """Returns each matrix with its singular values s replaced by p(s / Frobenius norm).
+
+        p is the composition of all steps. The scale of a matrix does not matter; zero matrices and zero rows
+        stay exactly zero. On a CPU the bits of a result depend on its own matrix alone, not on batch size,
+        position, strides or alignment.
+
+        Args:
+            matrices: (B, m, n), any floating dtype, device and strides; B, m, n may be 0. Not modified.
+
+        Returns:
+            (B, m, n), contiguous, in new storage, in the dtype and on the device of ``matrices``.
+
+        Raises:
+            ValueError: ``matrices`` is not three-dimensional or not floating.
+        """
+        if matrices.dim() != 3 or not matrices.dtype.is_floating_point:
+            raise ValueError(f"matrices must be floating (B, m, n), got {matrices.dtype} {[*matrices.shape]}")
+        if matrices.numel() == 0:
+            return torch.zeros_like(matrices, memory_format=torch.contiguous_format)
+        # Inside autocast the products would be bfloat16 in spite of compute_dtype.
+        with torch.autocast(matrices.device.type, enabled=False):
+            if matrices.device.type == "cpu":
+                # Batched CPU products change bits with the batch size and with the alignment of the storage.
+                return torch.stack([self._orthogonalize(matrix) for matrix in matrices.unbind()])
+            return self._orthogonalize(matrices)
+
+    def _orthogonalize(self, matrices: Tensor) -> Tensor:
+        """Does the work of `__call__` for (m, n) or (B, m, n), none of them 0."""
+        rows, columns = matrices.shape[-2:]
+        x = _normalize(matrices)
+        if self.compute_dtype is not None:
+            x = x.to(self.compute_dtype)
+        elif x.dtype == torch.float32 and x.device.type == "cuda":
+            x = x.to(torch.float16)
+        x = x.mT if rows > columns else x  # the Gram matrix of the shorter side
+        for segment in self.segments(rows, columns):
+            x = segment(x @ x.mT) @ x
+        x = x.mT if rows > columns else x
+        # Without `copy` the memory format would be ignored wherever the dtype is already right.
+        return x.to(matrices.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+_BY_NAME: Final[dict[str, Orthogonalizer]] = {
+    "auto": NewtonSchulz(),
+    "polar_express": NewtonSchulz(),
+    "quintic": NewtonSchulz(coefficients=QUINTIC),
+}
+
+
+def orthogonalizer(name_or_object: str | Orthogonalizer) -> Orthogonalizer:
+    """Returns the orthogonalizer of that name; a callable object is returned as it is.
+
+    Args:
+        name_or_object: "auto" or "polar_express" (`NewtonSchulz()`), "quintic" (`QUINTIC`), or an object.
+
+    Raises:
+        ValueError: An unknown name, or neither a name nor a callable object.
+    """
+    if isinstance(name_or_object, str) and name_or_object in _BY_NAME:
+        return _BY_NAME[name_or_object]
+    # A class is callable too, but makes an object, not matrices: NewtonSchulz instead of NewtonSchulz().
+    if callable(name_or_object) and not isinstance(name_or_object, type):
+        return name_or_object
+    allowed = ", ".join(repr(name) for name in _BY_NAME)
+    raise ValueError(f"orthogonalizer must be {allowed} or a callable object, got {name_or_object!r}")
+
+
+def _normalize(matrices: Tensor) -> Tensor:
+    """Returns each matrix over its Frobenius norm, (..., m, n) float32 (float64 for float64), in new storage.
+
+    The largest entry is divided out first, so that no square overflows or vanishes at any scale (the largest
+    row norm would serve as well, but at 1e30 cannot itself be computed). That leaves an entry of exactly 1,
+    hence a norm of at least 1 unless the matrix is zero.
+    """
+    wide = torch.float64 if matrices.dtype == torch.float64 else torch.float32
+    # Contiguous, since the order of a reduction follows the strides.
+    x = matrices.contiguous().to(wide)
+    largest: Tensor = torch.linalg.vector_norm(x, ord=math.inf, dim=(-2, -1), keepdim=True)
+    x = x / largest.masked_fill(largest == 0, 1)
+    # By rows, then over rows: a single float32 sum over a large matrix is off by 1e-3 and more on a CPU.
+    row_norms: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
+    return x / norm.clamp(min=1)
+
+
+def _multiply_add(base: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
+    """Returns ``beta * base + alpha * left @ right`` in one product, for one matrix or a batch of them."""
+    multiply = torch.addmm if base.dim() == 2 else torch.baddbmm
+    return multiply(base, left, right, beta=beta, alpha=alpha)

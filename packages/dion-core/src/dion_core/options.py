@@ -1,0 +1,120 @@
+"""Checks the options of an optimizer and of its parameter groups, and says what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dion_core.newton_schulz import orthogonalizer
+from dion_core.rules import SCALES, SCOPES
+
+ALGORITHMS = ("matrix", "adamw", "lion")
+NONFINITE = ("rows", "skip")
+DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+OPTIMIZER_WIDE = ("transport", "nonfinite", "group")
+"""Options of the whole optimizer, which a parameter group cannot override."""
+NOT_YET = ("num_heads", "split_sizes", "flatten")
+"""Group keys that a later version brings; until then they are refused rather than ignored."""
+STRUCTURAL = ("algorithm", "scope", "fraction", "scale", "momentum_dtype", "wire_dtype", "orthogonalizer")
+"""Group keys that the plan is made from, so that they cannot change between steps."""
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _within(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> Callable[[Any], bool]:
+    def check(value: object) -> bool:
+        number = _number(value)
+        if number is None:
+            return False
+        above = number > low if open_low else number >= low
+        return above and (number < high if open_high else number <= high)
+
+    return check
+
+
+def _betas(value: object) -> bool:
+    below_one = _within(0, 1, open_high=True)
+    return isinstance(value, Iterable) and len(pair := list(value)) == 2 and all(map(below_one, pair))
+
+
+_INFINITY = float("inf")
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (_within(0, _INFINITY, open_high=True), "a finite number >= 0, or a tensor of one"),
+    "momentum": (_within(0, 1, open_high=True), "0 <= momentum < 1"),
+    "beta2": (_within(0, 1, open_high=True), "0 <= beta2 < 1"),
+    "weight_decay": (_within(0, _INFINITY, open_high=True), "a finite number >= 0"),
+    "fraction": (_within(0, 1, open_low=True), "0 < fraction <= 1"),
+    "epsilon": (_within(0, _INFINITY, open_high=True), "a finite number >= 0"),
+    "betas": (_betas, "two numbers, each 0 <= beta < 1"),
+    "scale": (lambda value: value in SCALES, f"one of {SCALES}"),
+    "scope": (lambda value: value in (None, *SCOPES), f"one of {(None, *SCOPES)}"),
+    "algorithm": (lambda value: value in ALGORITHMS, f"one of {ALGORITHMS}"),
+    "nonfinite": (lambda value: value in NONFINITE, f"one of {NONFINITE}"),
+    "momentum_dtype": (lambda value: value in DTYPES, "None or a floating dtype"),
+    "wire_dtype": (lambda value: value in DTYPES, "None or a floating dtype"),
+    **{
+        name: (lambda value: isinstance(value, bool), "True or False")
+        for name in ("nesterov", "cautious_weight_decay", "maximize")
+    },
+}
+
+
+def check_options(options: Mapping[str, Any], where: str = "") -> None:
+    """Raises ValueError for the first option whose value is not allowed, naming it, its value and what is.
+
+    Args:
+        options: names and values; names that are not known are passed over.
+        where: said after the value, to tell a parameter group.
+    """
+    for name, value in options.items():
+        if name == "orthogonalizer":
+            orthogonalizer(value)
+        elif name in _CHECKS:
+            check, allowed = _CHECKS[name]
+            if not check(value):
+                raise ValueError(f"{name}={value!r}{where} is not allowed: {allowed}")
+
+
+def check_group(group: Mapping[str, Any], defaults: Mapping[str, Any], number: int, optimizer: str) -> None:
+    """Raises ValueError for a parameter group that holds what it cannot.
+
+    Args:
+        group: the group as the user gave it.
+        defaults: the options of this optimizer.
+        number: of the group.
+        optimizer: its name.
+    """
+    where = f" in parameter group {number}"
+    for name in OPTIMIZER_WIDE:
+        if name in group:
+            raise ValueError(f"{name}{where} is an option of the whole optimizer: give it to {optimizer}(...)")
+    matrix = group.get("algorithm", "matrix") == "matrix"
+    for name in NOT_YET:
+        if matrix and group.get(name):
+            raise ValueError(f"{name}={group[name]!r}{where} is not supported yet")
+    for name in (*_CHECKS, "orthogonalizer"):
+        if name in group and name not in defaults and name not in OPTIMIZER_WIDE:
+            raise ValueError(f"{name}={group[name]!r}{where}: {optimizer} has no such option")
+    check_options(group, where)
+
+
+def check_parameter(parameter: Tensor, name: str, *, matrix: bool) -> None:
+    """Raises ValueError for a tensor that cannot be optimized as its group says."""
+    if parameter.is_meta:
+        raise ValueError(f"{name}: a meta tensor has no values; materialize the model before the optimizer")
+    if not parameter.is_floating_point():
+        raise ValueError(f"{name}: dtype {parameter.dtype} is not supported: a floating dtype is needed")
+    if matrix and parameter.ndim != 2:
+        hint = 'give it to a group with algorithm="adamw" or "lion"'
+        if parameter.ndim > 2:
+            hint = f"stacks and convolutions are not supported yet; {hint}"
+        shape = tuple(parameter.shape)
+        raise ValueError(f"{name}: shape {shape} is not a matrix (2 dimensions are needed); {hint}")

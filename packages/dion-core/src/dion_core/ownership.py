@@ -1,0 +1,39 @@
+"""Which rank orthogonalizes which matrix, so that all ranks end together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dion_core.collectives import Group
+
+
+def newton_schulz_cost(rows: int, columns: int) -> int:
+    """Relative cost of Newton-Schulz on one matrix of this shape: max(m, n) * min(m, n)^2 multiplications.
+
+    The shape is the one really orthogonalized: the chosen rows of the whole matrix, not a local shard.
+    """
+    return max(rows, columns) * min(rows, columns) ** 2
+
+
+def assign_owners(
+    costs: Sequence[int], groups: Sequence[Group]
+) -> tuple[list[int], dict[Group, list[int]]]:
+    """The owner of every matrix, longest first to the least loaded rank, with one running load a group.
+
+    Ties go to the earlier matrix and the lower rank, so that every rank computes the same answer.
+
+    Args:
+        costs: of every matrix of the optimizer, all shapes together.
+        groups: the ranks that may own each matrix.
+
+    Returns:
+        The owner's rank in its group, by matrix; and for each group the final load by rank.
+    """
+    loads: dict[Group, list[int]] = {}
+    owners = [0] * len(costs)
+    for matrix in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        load = loads.setdefault(groups[matrix], [0] * groups[matrix].size)
+        owner = load.index(min(load))
+        owners[matrix] = owner
+        load[owner] += costs[matrix]
+    return owners, loads

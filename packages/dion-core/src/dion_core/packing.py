@@ -1,0 +1,179 @@
+"""Arithmetic of packed rows that several transports need: slots at the sender, whole matrices at the owner.
+
+A sender's buffer holds its slots ordered by owner, then by matrix. An owner receives one piece from every rank,
+each holding the slots of the matrices that it owns. All sizes are known at construction; how many slots are
+used is known on the device alone.
+
+Legend: N matrices, B owned matrices, C columns, K slots a matrix, W ranks, S rows of a buffer, T rows of an
+assembled matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dion_core.collectives import split
+from dion_core.layout import Axis
+from dion_core.transport import Bucket
+
+SlotRule = Callable[[int, int], int]
+"""How many slots (rank, matrix) has."""
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """Where every slot lies in the buffers of a bucket, for a fixed number of slots a rank and matrix."""
+
+    bucket: Bucket
+    slots: SlotRule
+
+    @property
+    def rank(self) -> int:
+        return self.bucket.layout.group.rank
+
+    @cached_property
+    def owned(self) -> tuple[int, ...]:
+        """The matrices that this rank owns."""
+        return self.bucket.owned(self.rank)
+
+    def rows_between(self, source: int, owner: int) -> int:
+        """How many slots rank `source` sends to rank `owner`."""
+        return sum(self.slots(source, matrix) for matrix in self.bucket.owned(owner))
+
+    def elements_sent(self) -> list[int]:
+        """Elements that this rank sends to every owner, by owner."""
+        columns = self.bucket.layout.columns(self.rank)
+        return [self.rows_between(self.rank, owner) * columns for owner in self._ranks]
+
+    def elements_received(self) -> list[int]:
+        """Elements that this rank receives as an owner, by sender."""
+        layout = self.bucket.layout
+        return [self.rows_between(source, self.rank) * layout.columns(source) for source in self._ranks]
+
+    @cached_property
+    def num_slots(self) -> int:
+        """S: rows of this rank's send buffer."""
+        return sum(self.slots(self.rank, matrix) for matrix in range(self.bucket.num_matrices))
+
+    @cached_property
+    def slot(self) -> Tensor:
+        """(N, K) int64: the slot of every offered row; row S where the rank has fewer slots than K."""
+        bucket = self.bucket
+        most = max((bucket.offered(self.rank, m) for m in range(bucket.num_matrices)), default=0)
+        table = torch.full((bucket.num_matrices, most), self.num_slots)
+        start = 0
+        for owner in self._ranks:
+            for matrix in bucket.owned(owner):
+                used = min(self.slots(self.rank, matrix), most)
+                table[matrix, :used] = torch.arange(start, start + used)
+                start += self.slots(self.rank, matrix)
+        return table.to(bucket.device)
+
+    @cached_property
+    def start(self) -> Tensor:
+        """(W, B) int64: the row of the receive buffer where every sender's slots of an owned matrix start."""
+        table = torch.zeros(len(self._ranks), len(self.owned), dtype=torch.int64)
+        row = 0
+        for source in self._ranks:
+            for place, matrix in enumerate(self.owned):
+                table[source, place] = row
+                row += self.slots(source, matrix)
+        return table.to(self.bucket.device)
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.bucket.layout.group.size)
+
+
+def compact(count: Tensor, start: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """The rows that make up whole matrices, when every sender fills the first slots of its own.
+
+    Args:
+        count: (W, B) int64, used slots by sender and matrix.
+        start: (W, B) int64, the row where they start.
+        total: T, rows of one matrix.
+
+    Returns:
+        source (B, T) int64 and valid (B, T) bool: row t of matrix b is row source[b, t] where valid, ordered
+        by sender; where not valid the matrix has fewer than T rows and source is 0.
+
+    Example:
+        count [[2], [1]] and start [[0], [4]] with total 4 give source [[0, 1, 4, 0]] and valid [[1, 1, 1, 0]].
+    """
+    end = count.T.cumsum(dim=1).contiguous()  # (B, W)
+    place = torch.arange(total, device=count.device).expand(end.shape[0], total).contiguous()
+    valid = place < end[:, -1:]
+    sender = torch.searchsorted(end, place, right=True).clamp_(max=end.shape[1] - 1)
+    source = (start.T - end + count.T).gather(1, sender) + place
+    return torch.where(valid, source, 0), valid
+
+
+class Assembly(Protocol):
+    """Turns what an owner received into whole matrices, and results into what it sends back."""
+
+    def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
+        """(B, T, C) matrices in fresh storage, of the flat elements received; rows that do not exist are zero."""
+
+    def disassemble(self, matrices: Tensor, count_by_rank: Tensor) -> Tensor:
+        """The flat elements to send back: every row in the place where it was received."""
+
+
+@dataclass(frozen=True)
+class RowAssembly:
+    """Whole matrices of rows that lie on several ranks, in rank order, hence in global row order."""
+
+    plan: SlotPlan
+
+    def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
+        bucket = self.plan.bucket
+        columns = bucket.shape[1]
+        source, valid = self._source(count_by_rank)
+        matrices = received.view(-1, columns).index_select(0, source.flatten())
+        matrices = matrices.view(len(self.plan.owned), bucket.total_rows, columns)
+        return matrices.masked_fill_(~valid[:, :, None], 0)
+
+    def disassemble(self, matrices: Tensor, count_by_rank: Tensor) -> Tensor:
+        num_slots = sum(self.plan.rows_between(rank, self.plan.rank) for rank in range(len(count_by_rank)))
+        columns = self.plan.bucket.shape[1]
+        source, valid = self._source(count_by_rank)
+        rows = matrices.new_empty(num_slots + 1, columns)  # the last one takes what is not valid
+        place = torch.where(valid, source, num_slots)
+        rows.index_copy_(0, place.flatten(), matrices.reshape(-1, columns))
+        return rows[:num_slots].flatten()
+
+    def _source(self, count_by_rank: Tensor) -> tuple[Tensor, Tensor]:
+        owned = count_by_rank[:, list(self.plan.owned)]
+        return compact(owned, self.plan.start, self.plan.bucket.total_rows)
+
+
+@dataclass(frozen=True)
+class ColumnAssembly:
+    """Whole matrices of columns that lie on several ranks: every rank sends the same rows, its columns of them."""
+
+    plan: SlotPlan
+
+    def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
+        pieces = split(received, self.plan.elements_received())
+        matrices = torch.cat([piece.view(self._shape(rank)) for rank, piece in enumerate(pieces)], dim=2)
+        count = count_by_rank[0, list(self.plan.owned)]
+        row = torch.arange(self.plan.bucket.total_rows, device=received.device)
+        return matrices.masked_fill_((row >= count[:, None])[:, :, None], 0)
+
+    def disassemble(self, matrices: Tensor, count_by_rank: Tensor) -> Tensor:
+        widths = [self._shape(rank)[2] for rank in range(len(count_by_rank))]
+        return torch.cat([piece.flatten() for piece in torch.split_with_sizes(matrices, widths, dim=2)])
+
+    def _shape(self, rank: int) -> tuple[int, int, int]:
+        bucket = self.plan.bucket
+        return len(self.plan.owned), bucket.total_rows, bucket.layout.columns(rank)
+
+
+def assembly(plan: SlotPlan) -> Assembly:
+    """The assembly that fits the axis that is split."""
+    return ColumnAssembly(plan) if plan.bucket.layout.axis is Axis.COLUMNS else RowAssembly(plan)

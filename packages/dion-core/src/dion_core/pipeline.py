@@ -1,0 +1,124 @@
+"""One step of the matrix parameters, from gradients to weights, for every optimizer and every transport.
+
+accumulate + score -> gather scores -> select -> admit -> reserve -> take + decay -> orthogonalize (owner)
+-> normalize -> decay weights + add. The buckets' exchanges are interleaved, so that the messages of one are
+under way while another computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dion_core.collectives import Group, split
+from dion_core.layout import Axis
+from dion_core.placements import local_tensor
+from dion_core.plan import MatrixBucket, Plan
+from dion_core.presence import Presence
+from dion_core.rows import RowSelection, accumulate_, take_and_decay_, update_
+from dion_core.selection import whole_scores
+from dion_core.steps import Steps, interleave, run
+
+State = Mapping[Tensor, Mapping[str, Any]]
+
+BUCKETS_IN_FLIGHT = 2
+
+
+def step_matrices(plan: Plan, state: State, presence: Presence) -> None:
+    """Updates the matrix parameters and their state in place. Collective; no value is read on the host."""
+    # With "rows" the flag is constant, so that accumulating need not wait for the reduction.
+    scores = [_accumulate(bucket, state, presence.proceed) for bucket in plan.buckets]
+    known = _gather_scores(plan.buckets, scores)
+    selections = [
+        bucket.selector.select(score, bucket.tables, presence.active[bucket.numbers])
+        for bucket, score in zip(plan.buckets, known, strict=True)
+    ]
+    if plan.session is not None:
+        run(plan.session.begin(selections[: len(plan.transported)]))
+    stages = [
+        _move_and_apply(bucket, selection, state, presence)
+        for bucket, selection in zip(plan.buckets, selections, strict=True)
+    ]
+    interleave(stages, in_flight=BUCKETS_IN_FLIGHT)
+
+
+def _accumulate(bucket: MatrixBucket, state: State, proceed: Tensor) -> Tensor:
+    gradients = [member.gradient for member in bucket.members]
+    scores, left_out = accumulate_(
+        _local(bucket, state, "momentum"),
+        gradients,
+        maximize=bucket.options["maximize"],
+        proceed=proceed,
+    )
+    bucket.nonfinite += left_out.sum()
+    return scores
+
+
+def _gather_scores(buckets: Sequence[MatrixBucket], scores: Sequence[Tensor]) -> list[Tensor]:
+    """For every bucket the scores its selector needs: of the whole matrices, or this rank's own.
+
+    All buckets of one group and dtype share one message.
+    """
+    messages: dict[tuple[Group, torch.dtype], list[int]] = {}
+    for number, (bucket, score) in enumerate(zip(buckets, scores, strict=True)):
+        layout = bucket.bucket.layout
+        if bucket.selector.needs_all_scores and layout.axis in (Axis.ROWS, Axis.COLUMNS):
+            messages.setdefault((layout.group, score.dtype), []).append(number)
+    known = list(scores)
+    pending = []
+    for (group, _), numbers in messages.items():
+        lengths = [
+            [buckets[n].bucket.num_matrices * buckets[n].bucket.layout.max_rows(rank) for n in numbers]
+            for rank in range(group.size)
+        ]
+        message = torch.cat([scores[n].flatten() for n in numbers])
+        outputs = [message.new_empty(sum(of_rank)) for of_rank in lengths]
+        pending.append((group.all_gather(outputs, message), numbers, outputs, lengths))
+    for handle, numbers, outputs, lengths in pending:
+        handle.wait()
+        by_rank = [split(output, of_rank) for output, of_rank in zip(outputs, lengths, strict=True)]
+        for place, n in enumerate(numbers):
+            known[n] = whole_scores(scores[n], [pieces[place] for pieces in by_rank], buckets[n].tables)
+    return known
+
+
+def _move_and_apply(
+    bucket: MatrixBucket, chosen: RowSelection, state: State, presence: Presence
+) -> Steps[None]:
+    options = bucket.options
+    selection = bucket.exchange.admit(chosen)
+    bucket.chosen += chosen.count.sum()
+    bucket.applied += selection.count.sum()
+    rows = bucket.exchange.reserve(selection)
+    take_and_decay_(
+        _local(bucket, state, "momentum"),
+        [member.gradient for member in bucket.members],
+        selection,
+        rows,
+        decay=options["momentum"],
+        nesterov=options.get("nesterov", False),
+        maximize=options["maximize"],
+    )
+    results = yield from bucket.exchange.orthogonalize(rows, selection, bucket.orthogonalizer)
+    normalizer = bucket.rule.normalizer
+    second_moment = _local(bucket, state, "second_moment") if normalizer.has_second_moment else []
+    row_scale = yield from normalizer.row_scale(
+        results, selection, second_moment, bucket.bucket, beta2=options.get("beta2", 0.0)
+    )
+    update_(
+        [local_tensor(member.parameter) for member in bucket.members],
+        results,
+        selection,
+        row_scale * bucket.scale,
+        learning_rate=options["lr"],
+        weight_decay=options["weight_decay"],
+        active=presence.active[bucket.numbers],
+        cautious=options.get("cautious_weight_decay", False),
+    )
+
+
+def _local(bucket: MatrixBucket, state: State, key: str) -> list[Tensor]:
+    return [local_tensor(state[member.parameter][key]) for member in bucket.members]

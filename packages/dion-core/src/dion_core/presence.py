@@ -1,0 +1,71 @@
+"""Which parameters have a gradient on some rank: one small maximum over the ranks, used as a device mask.
+
+The work of a step is fixed by the parameter list, so a rank whose gradients are missing still takes part. A
+parameter that no rank has a gradient for keeps its weight, state, decay and step count; one that some ranks
+have a gradient for counts as zero on the others. Nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dion_core.collectives import Group, Handle
+
+
+class Presence:
+    """The flags of one step, on their way between the ranks. P parameters."""
+
+    def __init__(
+        self, gradients: Sequence[Tensor | None], group: Group, device: torch.device, *, skip_nonfinite: bool
+    ) -> None:
+        """Launches the reduction.
+
+        Args:
+            gradients: of the P parameters on this rank, local parts; None where there is none.
+            group: the ranks that step together.
+            device: of the flags.
+            skip_nonfinite: whether one non-finite value anywhere makes all ranks skip the step.
+        """
+        self._skip_nonfinite = skip_nonfinite
+        self._device = device
+        flags = [0.0 if gradient is None else 1.0 for gradient in gradients]
+        self._flags = torch.tensor([*flags, 0.0], device=device)
+        if skip_nonfinite:
+            bad = [~gradient.isfinite().all() for gradient in gradients if gradient is not None]
+            if bad:
+                self._flags[-1] = torch.stack([flag.to(device) for flag in bad]).any()
+        self._handle: Handle = group.all_reduce(self._flags, "max")
+        self._here = [gradient is not None for gradient in gradients]
+
+    @cached_property
+    def _agreed(self) -> Tensor:
+        self._handle.wait()
+        return self._flags
+
+    @cached_property
+    def skipped(self) -> Tensor:
+        """0-dim fp32: 1 where the whole step is skipped, else 0."""
+        return self._agreed[-1]
+
+    @cached_property
+    def proceed(self) -> Tensor:
+        """0-dim bool: the step is not skipped. Waits for the reduction only where a step can be skipped."""
+        if not self._skip_nonfinite:
+            return torch.ones((), dtype=torch.bool, device=self._device)
+        return self.skipped == 0
+
+    @cached_property
+    def active(self) -> Tensor:
+        """(P,) bool: some rank has a gradient, and the step is not skipped."""
+        return (self._agreed[:-1] > 0) & self.proceed
+
+    @cached_property
+    def masks(self) -> Sequence[Tensor]:
+        """P 0-dim fp32 masks; one shared object for all parameters that have a gradient on this rank."""
+        proceed = self.proceed.float()
+        masks = self.active.float().unbind()
+        return [proceed if here else mask for here, mask in zip(self._here, masks, strict=True)]

@@ -1,0 +1,133 @@
+"""Finds the installed transports by entry-point name, and picks the one an optimizer asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+
+from dion_core.transport import INTERFACE_VERSION, Bucket, Scope, Transport, TransportError
+
+logger = logging.getLogger("dion_core")
+
+ENTRY_POINT_GROUP = "dion.transports"
+KNOWN_PACKAGES = {
+    "full": "dion-comm-nccl",
+    "local": "dion-comm-nccl",
+    "capped": "dion-comm-capped",
+    "varlen": "dion-comm-varlen",
+    "uniform": "dion-comm-varlen",
+}
+"""Which package brings the transports that the project itself makes."""
+AUTO_ORDER = ("capped", "varlen", "full")
+"""What `transport="auto"` tries, best first: exact transports alone."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A transport, its name, and why it was taken."""
+
+    name: str
+    transport: Transport
+    reason: str
+
+
+def available_transports() -> dict[str, type[Transport]]:
+    """The installed transports by name, ordered by name.
+
+    Raises:
+        TransportError: a name is taken twice, a package cannot be imported, or it was made for another version
+            of the transport interface.
+    """
+    found: dict[str, EntryPoint] = {}
+    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: (entry.name, entry.value)):
+        other = found.get(entry.name)
+        if other is not None and other.value != entry.value:
+            raise TransportError(
+                f"transport {entry.name!r} is installed twice: {other.value} and {entry.value}; uninstall one"
+            )
+        found[entry.name] = entry
+    return {name: _load(entry) for name, entry in found.items()}
+
+
+def choose_transport(transport: str | Transport, scope: Scope | None, *, chooses_rows: bool) -> Choice:
+    """The transport that was asked for, or for "auto" the best exact one that is installed.
+
+    Args:
+        transport: a name, "auto", or an instance with options.
+        scope: the scope asked for; None leaves it to the transport.
+        chooses_rows: whether the optimizer applies a choice of rows (Dion2) or all of them (Muon).
+
+    Raises:
+        TransportError: it is not installed. ValueError: it does not serve the scope or the optimizer.
+    """
+    wanted: Scope | None = scope if chooses_rows else "all"
+    if isinstance(transport, Transport):
+        choice = Choice(type(transport).__name__, transport, "given as an instance")
+    elif transport == "auto":
+        choice = _automatic(wanted)
+    else:
+        installed = available_transports()
+        if transport not in installed:
+            raise TransportError(_missing(transport, installed))
+        choice = Choice(transport, installed[transport](), "asked for by name")
+    scopes = choice.transport.scopes
+    if wanted is not None and wanted not in scopes:
+        others = [name for name, kind in available_transports().items() if wanted in kind.scopes]
+        purpose = f"scope={wanted!r}" if chooses_rows else "all rows, which this optimizer applies"
+        raise ValueError(
+            f"transport={choice.name!r} does not serve {purpose}; it serves {sorted(scopes)}; "
+            f"installed ones that do: {others or 'none'}"
+        )
+    return choice
+
+
+def resolve_scope(choice: Choice, scope: Scope | None) -> Scope:
+    """The scope asked for, or the transport's default."""
+    return scope if scope is not None else choice.transport.default_scope
+
+
+def check_axes(choice: Choice, buckets: Sequence[Bucket]) -> None:
+    """Raises ValueError where the transport does not serve the way a bucket's matrices are split."""
+    for bucket in buckets:
+        if bucket.layout.axis not in choice.transport.axes:
+            raise ValueError(
+                f"transport={choice.name!r} does not serve matrices split by {bucket.layout.axis}: "
+                f"{bucket.describe()}; it serves {sorted(choice.transport.axes)}"
+            )
+
+
+def _automatic(wanted: Scope | None) -> Choice:
+    installed = available_transports()
+    order = [*AUTO_ORDER, *(["local"] if wanted == "local" else [])]
+    for name in order:
+        if name in installed and (wanted is None or wanted in installed[name].scopes):
+            choice = Choice(name, installed[name](), "the best exact transport that is installed")
+            if wanted == "local":
+                choice = Choice(name, choice.transport, "serves scope='local'")
+            logger.info("transport='auto' takes %r: %s", name, choice.reason)
+            return choice
+    raise TransportError(_missing("full" if wanted != "local" else "local", installed))
+
+
+def _missing(name: str, installed: dict[str, type[Transport]]) -> str:
+    listed = ", ".join(installed) or "none"
+    package = KNOWN_PACKAGES.get(name)
+    hint = f"; `pip install {package}` brings {name!r}" if package else f"; known: {sorted(KNOWN_PACKAGES)}"
+    return f"transport={name!r} is not installed (installed: {listed}){hint}"
+
+
+def _load(entry: EntryPoint) -> type[Transport]:
+    try:
+        kind = entry.load()
+    except ImportError as error:
+        raise TransportError(f"transport {entry.name!r} ({entry.value}) cannot be imported: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Transport)):
+        raise TransportError(f"transport {entry.name!r} ({entry.value}) is not a dion_core Transport class")
+    if kind.interface_version != INTERFACE_VERSION:
+        raise TransportError(
+            f"transport {entry.name!r} ({entry.value}) was made for interface version "
+            f"{kind.interface_version}; this dion-core has {INTERFACE_VERSION}: install matching versions"
+        )
+    return kind

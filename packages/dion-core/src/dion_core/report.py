@@ -1,0 +1,69 @@
+"""What an optimizer planned and what happened, as plain data of this rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from dion_core.plan import MatrixBucket, Plan
+from dion_core.registry import Choice
+
+Report = dict[str, Any]
+
+
+def make_report(plan: Plan, choice: Choice | None, num_steps: int, skipped: Tensor) -> Report:
+    """The report of this rank, JSON-serializable; row and step counts start again from 0.
+
+    Reading the counters waits for the device; nothing is communicated.
+
+    Args:
+        plan: of the optimizer, with the counters of its buckets.
+        choice: the transport, or None where no matrix needs one.
+        num_steps: how many steps were taken since the last report.
+        skipped: 0-dim counter of those that were skipped; set to 0.
+    """
+    buckets = [_bucket(bucket) for bucket in plan.buckets]
+    rows = {name: sum(bucket["rows"][name] for bucket in buckets) for name in ("chosen", "applied", "nonfinite")}
+    rows["deferred"] = rows["chosen"] - rows["applied"]
+    num_skipped = int(skipped)
+    skipped.zero_()
+    transport = None
+    if choice is not None:
+        transport = {"name": choice.name, "options": repr(choice.transport), "reason": choice.reason}
+    return {
+        "transport": transport,
+        "buckets": buckets,
+        "owner_load": [
+            {"ranks": list(group.ranks), "cost": list(load)}
+            for group, load in plan.loads.items()
+        ],
+        "bytes_per_step": sum(bucket["traffic"]["bytes"] for bucket in buckets),
+        "rows": rows,
+        "steps": {"taken": num_steps - num_skipped, "skipped": num_skipped},
+    }
+
+
+def _bucket(entry: MatrixBucket) -> Report:
+    bucket, traffic = entry.bucket, entry.exchange.traffic()
+    counts = {"chosen": int(entry.chosen), "applied": int(entry.applied), "nonfinite": int(entry.nonfinite)}
+    for counter in (entry.chosen, entry.applied, entry.nonfinite):
+        counter.zero_()
+    return {
+        "shape": list(bucket.shape),
+        "parameters": [member.name for member in entry.members],
+        "axis": str(bucket.layout.axis),
+        "wire_dtype": str(bucket.dtype).removeprefix("torch."),
+        "selector": repr(entry.selector),
+        "exchange": type(entry.exchange).__name__,
+        "owners": list(bucket.owners),
+        "total_rows": bucket.total_rows,
+        "traffic": {
+            "forward": list(traffic.forward),
+            "back": list(traffic.back),
+            "bytes": traffic.num_bytes,
+            "collectives": traffic.collectives,
+            "host_reads": traffic.host_reads,
+        },
+        "rows": counts,
+    }

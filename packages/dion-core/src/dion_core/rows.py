@@ -1,0 +1,187 @@
+"""Row operations: what a step does to the rows of momentum and parameters, defined in plain torch.
+
+Every function reads a row once and writes it once. Sums run in fp32 (fp64 for fp64) and are rounded once into
+the dtype of the tensor that keeps them. Nothing here reads a device value on the host.
+
+Legend: N matrices of a bucket, R local rows and C local columns of one, K slots a matrix, W ranks,
+S rows of a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SKIPPED_SCORE = -1.0
+"""Score of a row whose gradient holds a non-finite value: below every L1 norm, so that it is chosen last."""
+
+
+def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype in which values of `dtypes` are summed: fp64 if one of them is, else fp32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+@dataclass(frozen=True)
+class RowSelection:
+    """The rows chosen of N matrices, on this rank.
+
+    Attributes:
+        index: (N, K) int64, local row numbers. The first count[n] of matrix n are chosen, ascending; what
+            follows names rows that were not chosen, none twice.
+        count: (N,) int64, how many rows of each matrix this rank offers.
+        count_by_rank: (W, N) int64, the same for every rank; alike on all ranks.
+    """
+
+    index: Tensor
+    count: Tensor
+    count_by_rank: Tensor
+
+    def valid(self) -> Tensor:
+        """(N, K) bool: which entries of `index` are chosen rows."""
+        return torch.arange(self.index.shape[1], device=self.index.device) < self.count[:, None]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows in a buffer, and where each row of a selection lies in it.
+
+    Attributes:
+        values: (S, C), the rows.
+        slot: (N, K) int64, 0 <= slot < S: the place of every entry of `RowSelection.index`. Entries past the
+            count have a place too, where nothing that is needed lies: what is written there does not matter.
+    """
+
+    values: Tensor
+    slot: Tensor
+
+
+def accumulate_(
+    momentum: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    *,
+    maximize: bool,
+    proceed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Adds the gradients to the momentum and returns the row scores and how many rows were left out.
+
+    A row whose gradient holds a non-finite value is left as it is. Its score is `SKIPPED_SCORE`.
+
+    Args:
+        momentum: N tensors (R, C), any float dtype and strides; changed in place.
+        gradients: N tensors (R, C), any float dtype and strides, or None (nothing to add).
+        maximize: subtract the gradients instead.
+        proceed: 0-dim bool; where false nothing is added.
+
+    Returns:
+        (N, R) scores: the L1 norm of each local row of the momentum as stored, in fp32 (fp64 for fp64), and
+        (N,) int64: how many rows of each gradient were left out.
+    """
+    scores, skipped = [], []
+    for state, gradient in zip(momentum, gradients, strict=True):
+        dtype = accumulation_dtype(state.dtype)
+        finite = None
+        if gradient is not None:
+            finite = gradient.isfinite().all(dim=1)
+            wide = accumulation_dtype(state.dtype, gradient.dtype)
+            signed = -gradient if maximize else gradient
+            added = torch.where((finite & proceed)[:, None], signed.to(wide), 0)
+            state.copy_(added.add_(state))
+        # The contiguous copy of a strided row makes its sum independent of the strides.
+        score = state.to(dtype).abs().contiguous().sum(dim=1)
+        scores.append(score if finite is None else torch.where(finite, score, SKIPPED_SCORE))
+        skipped.append(proceed.new_zeros((), dtype=torch.int64) if finite is None else (~finite).sum())
+    return torch.stack(scores), torch.stack(skipped)
+
+
+def take_and_decay_(
+    momentum: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    selection: RowSelection,
+    rows: Rows,
+    *,
+    decay: float | Tensor,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    """Writes the chosen rows to their slots, in the wire's dtype, and decays them in the momentum.
+
+    With `nesterov` the row written is gradient + decay * momentum (a row of the gradient that holds a
+    non-finite value counts as zero). The decay is the error feedback: rows not chosen keep their momentum whole.
+
+    Args:
+        momentum: N tensors (R, C); the chosen rows are multiplied by `decay` in place, rounded once.
+        gradients: N tensors (R, C) or None; read only with `nesterov`.
+        selection: the rows admitted.
+        rows: where they go; `rows.values` is written.
+        decay: factor of the error feedback.
+        nesterov: write the look-ahead row.
+        maximize: the gradients were subtracted.
+    """
+    valid = selection.valid()
+    for matrix, (state, gradient) in enumerate(zip(momentum, gradients, strict=True)):
+        offered = min(selection.index.shape[1], state.shape[0])
+        index, slot = selection.index[matrix, :offered], rows.slot[matrix, :offered]
+        stored = state.index_select(0, index)
+        kept = stored.to(accumulation_dtype(stored.dtype))
+        decayed = kept * decay
+        taken = kept
+        if nesterov:
+            taken = decayed
+            if gradient is not None:
+                ahead = gradient.index_select(0, index).to(kept.dtype)
+                finite = ahead.isfinite().all(dim=1, keepdim=True)
+                taken = torch.where(finite, -ahead if maximize else ahead, 0) + decayed
+        rows.values.index_copy_(0, slot, taken.to(rows.values.dtype))
+        chosen = valid[matrix, :offered, None]
+        state.index_copy_(0, index, torch.where(chosen, decayed.to(state.dtype), stored))
+
+
+def sums_of_squares(rows: Rows, selection: RowSelection) -> Tensor:
+    """(N, K): the sum of squares of every chosen row as received, in fp32 (fp64 for fp64); 0 past the count."""
+    num_matrices, slots = rows.slot.shape
+    values = rows.values.index_select(0, rows.slot.flatten())
+    values = values.to(accumulation_dtype(values.dtype))
+    sums = values.square_().sum(dim=1).view(num_matrices, slots)
+    return torch.where(selection.valid(), sums, 0)
+
+
+def update_(
+    parameters: Sequence[Tensor],
+    rows: Rows,
+    selection: RowSelection,
+    row_scale: Tensor,
+    *,
+    learning_rate: float | Tensor,
+    weight_decay: float | Tensor,
+    active: Tensor,
+    cautious: bool,
+) -> None:
+    """Decays the parameters and subtracts the chosen rows, computed in fp32 and rounded once.
+
+    Args:
+        parameters: N tensors (R, C), any float dtype and strides; changed in place.
+        rows: the orthogonalized rows as they came back.
+        selection: which rows they are.
+        row_scale: (N, K), the factor of every row besides the learning rate.
+        learning_rate: step size; the decay is 1 - learning_rate * weight_decay (the base rate, unscaled).
+        weight_decay: decoupled weight decay.
+        active: (N,) bool; a matrix that is not active keeps its bits.
+        cautious: decay only where update and weight agree in sign (Chen et al. 2025, cautious weight decay).
+    """
+    valid = selection.valid()
+    decay = learning_rate * weight_decay
+    for matrix, parameter in enumerate(parameters):
+        offered = min(selection.index.shape[1], parameter.shape[0])
+        weight = parameter.to(accumulation_dtype(parameter.dtype, rows.values.dtype))
+        received = rows.values.index_select(0, rows.slot[matrix, :offered]).to(weight.dtype)
+        scaled = received * (row_scale[matrix, :offered, None].to(weight.dtype) * learning_rate)
+        scaled = torch.where(valid[matrix, :offered, None], scaled, 0)
+        update = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+        update.index_copy_(0, selection.index[matrix, :offered], scaled)
+        decayed = weight * (1 - decay)
+        if cautious:
+            decayed = torch.where(update.sign() * weight.sign() > 0, decayed, weight)
+        parameter.copy_(torch.where(active[matrix], decayed - update, weight))

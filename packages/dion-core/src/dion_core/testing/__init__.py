@@ -1,0 +1,1 @@
+"""What tests of optimizers and transports need, shipped so that other packages can use it."""

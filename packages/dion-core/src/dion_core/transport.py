@@ -1,0 +1,153 @@
+"""The interface between the optimizers and the packages that move rows between ranks.
+
+A transport is a distributed implementation of one function: orthogonalize matrices whose rows (or columns) lie
+on several ranks, and give every rank its own back. It does not know which optimizer calls it, and the
+optimizer does not know which rank did the work. Legend: N matrices, W ranks, K slots a matrix.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from dion_core.layout import Axis, Layout
+from dion_core.newton_schulz import Orthogonalizer
+from dion_core.rows import Rows, RowSelection
+from dion_core.steps import Steps
+
+INTERFACE_VERSION = 1
+"""The version of this interface. A transport made for another one is refused."""
+
+Scope = Literal["all", "local", "global"]
+
+
+class TransportError(RuntimeError):
+    """A transport that is missing, does not fit, or disagrees between ranks."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """N matrices of one shape, layout and dtype that are updated together.
+
+    Attributes:
+        layout: where the rows lie.
+        owners: owners[i] = the rank of the group that orthogonalizes matrix i.
+        max_rows: K, the most rows that one rank offers of one matrix.
+        total_rows: the most rows that all ranks together offer of one matrix.
+        dtype: of the rows on the wire.
+        device: where the rows lie.
+    """
+
+    layout: Layout
+    owners: tuple[int, ...]
+    max_rows: int
+    total_rows: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_matrices(self) -> int:
+        return len(self.owners)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) of one whole matrix."""
+        return self.layout.shape
+
+    def offered(self, rank: int, matrix: int) -> int:
+        """The most rows of a matrix that the rank offers."""
+        return min(self.max_rows, self.layout.rows(rank, matrix))
+
+    def owned(self, rank: int) -> tuple[int, ...]:
+        """The matrices that the rank orthogonalizes, ascending."""
+        return tuple(matrix for matrix, owner in enumerate(self.owners) if owner == rank)
+
+    def describe(self) -> str:
+        """One line for plans, reports and errors: the same on every rank."""
+        rows, columns = self.shape
+        ranks = ",".join(map(str, self.layout.group.ranks))
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{self.num_matrices} x {rows}x{columns} {self.layout.axis} over ranks {ranks}, wire {dtype}, "
+            f"at most {self.max_rows} rows a rank and {self.total_rows} in all, owners {list(self.owners)}"
+        )
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one step of a bucket sends, planned from its sizes.
+
+    Attributes:
+        forward: bytes to every rank (itself included) on the way to the owners.
+        back: bytes to every rank (itself included) on the way back.
+        collectives: how many collectives a step issues.
+        host_reads: how often a step waits for the device.
+    """
+
+    forward: tuple[int, ...] = ()
+    back: tuple[int, ...] = ()
+    collectives: int = 0
+    host_reads: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank sends in one step."""
+        return sum(self.forward) + sum(self.back)
+
+
+class Exchange(ABC):
+    """The rows of one bucket on their way to the owners and back."""
+
+    def admit(self, selection: RowSelection) -> RowSelection:
+        """The rows that are sent in this step: all chosen ones, unless a transport defers some.
+
+        Called before anything is decayed. No communication, no host read.
+        """
+        return selection
+
+    @abstractmethod
+    def reserve(self, selection: RowSelection) -> Rows:
+        """The place where every admitted row is to be written; its values are not set yet."""
+
+    @abstractmethod
+    def orthogonalize(
+        self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer
+    ) -> Steps[Rows]:
+        """The orthogonalized rows, each in the slot that its row was given, in the dtype of the wire."""
+
+    @abstractmethod
+    def traffic(self) -> Traffic:
+        """The planned traffic of one step."""
+
+
+class Session(ABC):
+    """A transport opened for all buckets of one optimizer; `exchanges` are in the order of the buckets."""
+
+    exchanges: Sequence[Exchange]
+
+    def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
+        """Called once a step with the choice of every bucket, before anything is admitted."""
+        return
+        yield
+
+
+class Transport(ABC):
+    """A way to move rows, registered under the entry-point group `dion.transports`.
+
+    Options of a transport are the fields of its frozen dataclass; its repr is part of the plan that all ranks
+    compare.
+    """
+
+    interface_version: ClassVar[int] = INTERFACE_VERSION
+    scopes: ClassVar[frozenset[Scope]]
+    default_scope: ClassVar[Scope]
+    axes: ClassVar[frozenset[Axis]]
+    reads_on_host: ClassVar[bool] = False
+
+    @abstractmethod
+    def open(self, buckets: Sequence[Bucket]) -> Session:
+        """Fixes sizes and allocates, for all buckets of one optimizer. Collective, in the order of the buckets."""
