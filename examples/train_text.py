@@ -2,21 +2,20 @@
 
     python examples/train_text.py [--text FILE] [--steps 100] [--world-size 4] [--transports full,local] ...
 
-This file is the part that a training program of one's own would hold: build the model, shard it, sort its parameters
-into groups, make the optimizer, loop, evaluate. What surrounds it (text, processes, display, report) is in text_demo/.
-All runs start from the same weights and see the same batches, so that their curves can be laid over each other.
+This file is the part that a training program of one's own would hold: build the model, shard it, sort its
+parameters into groups, make the optimizer, loop, evaluate. What surrounds it (text, processes, display, report)
+is in text_demo/. All runs start from the same weights and see the same batches, so that their curves compare.
 """
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
+import time
 from contextlib import closing
 from functools import partial
 
 import torch
-from dion_core import NorDion2
 from rich.console import Console
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from dion_core import NorDion2
 from text_demo.clock import Clock
 from text_demo.display import Display, print_table
 from text_demo.model import ByteGPT, split_parameters
@@ -40,16 +40,16 @@ def build_model(rank: Rank, settings: Settings) -> ByteGPT:
     """The model with its rows split over all ranks, the same weights for every run."""
     torch.manual_seed(settings.seed)
     model = ByteGPT(settings.shape).to(rank.device)
-    for block in model.blocks:
-        fully_shard(block, mesh=rank.mesh)
+    # A large model is sharded block by block first, `for block in model.blocks: fully_shard(block)`. This one
+    # fits into one gather, and on a CPU five small ones take longer than the computation.
     fully_shard(model, mesh=rank.mesh)
     return model
 
 
 def build_optimizer(model: ByteGPT, run: Run, settings: Settings) -> Optimizer:
-    """NorDion2 on the hidden matrices and AdamW on the rest, in one object; or the yardstick, AdamW on everything.
+    """NorDion2 on the hidden matrices and AdamW on the rest in one object; or the yardstick: AdamW on all.
 
-    After `fully_shard`: the optimizer learns from the parameters themselves (DTensors) how their rows are split.
+    After `fully_shard`: the optimizer learns from the parameters, now DTensors, how their rows are split.
     """
     if run.transport is None:
         return torch.optim.AdamW(model.parameters(), lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.01)
@@ -75,7 +75,7 @@ def evaluate(model: nn.Module, corpus: Corpus, rank: Rank, settings: Settings) -
     """Nats a byte over the whole validation text."""
     total = torch.zeros((), device=rank.device)
     for inputs, targets in corpus.validation_batches(
-        settings.batch_size, rank=rank.rank, world_size=rank.world_size
+        settings.evaluation_batch_size, rank=rank.rank, world_size=rank.world_size
     ):
         logits = model(inputs.to(rank.device))
         total += cross_entropy(logits.flatten(0, 1), targets.to(rank.device).flatten(), reduction="sum")
@@ -136,6 +136,7 @@ def main() -> int:
     console = Console()
     entropy = unigram_entropy(settings.corpus().validation)
     results: list[RunResult] = []
+    start = time.monotonic()
     try:
         with (
             Display(console, len(settings.runs()), settings.steps) as display,
@@ -155,8 +156,9 @@ def main() -> int:
         return 1
     print_table(console, table_rows(results), table_caption(settings, entropy))
     for sentence in conclusions(results, entropy):
-        console.print(sentence, highlight=False)
-    console.print(f"report: {write_report(settings, results, entropy)}", highlight=False, soft_wrap=True)
+        console.print(sentence, highlight=False, soft_wrap=True)
+    page = write_report(settings, results, entropy)
+    console.print(f"Took {time.monotonic() - start:.0f} s. Report: {page}", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -210,9 +210,7 @@ class ReferenceMatrix:
         options = self.options
         if options.algorithm in ALL_ROWS:
             return list(range(self.rows))
-        scores = [
-            float(np.abs(self.momentum[row]).sum()) if finite[row] else -math.inf for row in range(self.rows)
-        ]
+        scores = [float(np.abs(self.momentum[row]).sum()) if finite[row] else -math.inf for row in range(self.rows)]
         if options.scope == "global":
             return sorted(_best_rows(scores, range(self.rows), rows_to_select(options.fraction, self.rows)))
         most_rows = math.ceil(self.rows / len(self.shards))

@@ -42,7 +42,7 @@ class Attention(nn.Module):
         self.register_buffer("sine", angle.sin(), persistent=False)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Turns pairs of channels by an angle that grows with the position; x is (batch, heads, length, channels)."""
+        """Turns pairs of channels by an angle that grows with the position; x: (batch, heads, length, channels)."""
         length = x.shape[-2]
         cosine, sine = self.cosine[:length], self.sine[:length]
         first, second = x.chunk(2, dim=-1)
@@ -111,8 +111,8 @@ class ParameterSplit:
 def split_parameters(model: ByteGPT) -> ParameterSplit:
     """Sorts the weights of linear layers inside the blocks from the embedding, the head and the norms.
 
-    Orthogonalized updates are meant for matrices between hidden layers. An embedding is a table of rows that are
-    rarely used together, the head is its counterpart, and a norm has no rows at all.
+    Orthogonalized updates are meant for matrices between hidden layers. An embedding is a table of rows that
+    are rarely used together, the head is its counterpart, and a norm has no rows at all.
     """
     matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim == 2]
     chosen = {id(parameter) for parameter in matrices}

@@ -1,4 +1,4 @@
-"""One pool of ranks: started once, reporting to the parent, and gone when the parent is, however that ends."""
+"""One pool of ranks: started once, reporting to the parent, gone with the parent, however that ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process, resource_tracker
@@ -39,7 +39,7 @@ class Rank:
     sender: Connection
 
     def tell(self, message: object) -> None:
-        """Hands a picklable object to the parent, which gets it from `run_ranks`; only rank 0 is listened to."""
+        """Hands a picklable object to the parent, where `run_ranks` yields it; only rank 0 is listened to."""
         if self.rank == 0:
             self.sender.send(message)
 
@@ -69,7 +69,7 @@ def default_world_size() -> int:
     return torch.cuda.device_count() or 4
 
 
-def run_ranks(work: Callable[..., None], world_size: int, *arguments: Any) -> Iterator[object]:
+def run_ranks(work: Callable[..., None], world_size: int, *arguments: Any) -> Generator[object, None, None]:
     """Calls `work(rank, *arguments)` on every rank of a new pool and yields what rank 0 tells, as it comes.
 
     Closing the iterator early, also by an exception such as KeyboardInterrupt, ends all ranks.
@@ -93,7 +93,7 @@ def _start(
     work: Callable[..., None], world_size: int, rendezvous: str, arguments: tuple[Any, ...]
 ) -> list[tuple[BaseProcess, Connection]]:
     context = get_context("spawn")
-    resource_tracker.ensure_running()  # else the first start below does it, and lets interrupts through on the way
+    resource_tracker.ensure_running()  # else the first start below does it, and lets interrupts through
     ranks: list[tuple[BaseProcess, Connection]] = []
     with _interrupt_held_back():
         for rank in range(world_size):
@@ -111,8 +111,8 @@ def _start(
 def _interrupt_held_back() -> Iterator[None]:
     """Ctrl-C inside waits until the end; processes started inside never see it.
 
-    A terminal sends it to the ranks as well as to the parent. The parent alone answers, by ending the ranks, instead
-    of every rank printing a stack trace. Blocking is inherited, so it holds while a rank still imports.
+    A terminal sends it to the ranks as well as to the parent. The parent alone answers, by ending the ranks,
+    instead of every rank printing a stack trace. Blocking is inherited: it holds while a rank still imports.
     """
     if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
         yield
@@ -180,7 +180,7 @@ def _rank_main(
         distributed.destroy_process_group()
         sender.send(_Finished())
     except Exception:
-        # Then wait to be ended: leaving would close connections, and the other ranks' complaints about that would
+        # Then wait to be ended: leaving would close connections, and what the other ranks say about that would
         # hide the cause.
         sender.send(_Failure(rank, traceback.format_exc()))
         threading.Event().wait()
@@ -204,6 +204,7 @@ def _join_group(rank: int, world_size: int, rendezvous: str) -> torch.device:
         )
         return device
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here: do not depend on the host's name
+        # All ranks are on this machine: do not depend on how its name resolves.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     return torch.device("cpu")

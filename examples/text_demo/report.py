@@ -1,4 +1,4 @@
-"""The report: one page with its pictures inside, that opens anywhere offline, and the numbers beside it as JSON."""
+"""The report: one page with its pictures inside, that opens offline, and the numbers beside it as JSON."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ PAGE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222;
-  background: #fff; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
+  color: #222; background: #fff; }}
 table {{ border-collapse: collapse; display: block; overflow-x: auto; }}
 caption {{ caption-side: bottom; text-align: left; padding: .5rem 0; color: #555; }}
 th, td {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd; vertical-align: bottom; }}
@@ -50,7 +50,8 @@ img {{ max-width: 100%; height: auto; }}
 </tbody>
 </table>
 {conclusions}
-{pictures}
+{curves}
+{costs}
 </body>
 </html>
 """
@@ -59,9 +60,10 @@ img {{ max-width: 100%; height: auto; }}
 def table_caption(settings: Settings, unigram_entropy: float) -> str:
     """What the numbers of the table have to be measured against."""
     return (
-        f"Text: {settings.text_name}, last tenth held out; its unigram entropy is {unigram_entropy:.3f} bits per byte."
-        f" {settings.world_size} ranks, {settings.steps} steps of {settings.batch_size} x {settings.shape.context}"
-        f" bytes, fraction {settings.fraction:g}. Bytes are those of the optimizer, both ways, mean over ranks."
+        f"Loss on the held-out last tenth of {settings.text_name}, whose unigram entropy is"
+        f" {unigram_entropy:.3f} bits per byte, after {settings.steps} steps of {settings.batch_size} x"
+        f" {settings.shape.context} bytes on {settings.world_size} ranks, fraction {settings.fraction:g}."
+        " Bytes: of the optimizer, both ways, mean over ranks. Rows: a step, of all ranks. Times: medians."
     )
 
 
@@ -129,8 +131,8 @@ def render_page(settings: Settings, results: Sequence[RunResult], unigram_entrop
         return "\n".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
     introduction = (
-        "A small GPT on bytes, trained from the same weights on the same batches by NorDion2 with every installed"
-        " transport, and by AdamW. Runs that choose the same rows take the same steps: their curves lie on each other."
+        "A small GPT on bytes, trained from the same weights on the same batches by NorDion2, once per transport,"
+        " and by AdamW. Runs that choose the same rows take the same steps, so their curves lie on each other."
     )
     return PAGE.format(
         title=html.escape(f"NorDion2 on {settings.text_name}"),
@@ -139,12 +141,8 @@ def render_page(settings: Settings, results: Sequence[RunResult], unigram_entrop
         head=cells("th", COLUMNS),
         body="\n".join(f"<tr>{cells('td', row)}</tr>" for row in table_rows(results)),
         conclusions=paragraphs(conclusions(results, unigram_entropy)),
-        pictures="\n".join(
-            [
-                _picture("Loss by step for every run", lambda axes: _draw_curves(axes, results, unigram_entropy)),
-                _picture("Bytes and milliseconds a step for every run", lambda axes: _draw_costs(axes, results)),
-            ]
-        ),
+        curves=_picture("Loss by step", lambda axes: _draw_curves(axes, results, unigram_entropy)),
+        costs=_picture("Bytes and milliseconds a step", lambda axes: _draw_costs(axes, results)),
     )
 
 

@@ -45,19 +45,21 @@ class RunResult:
     def distance(self, other: RunResult) -> float:
         """The largest difference between two runs' losses at the same step."""
         pairs = [*zip(self.training_loss, other.training_loss, strict=True)]
-        pairs += [(mine[1], theirs[1]) for mine, theirs in zip(self.validation_loss, other.validation_loss, strict=True)]
+        pairs += [
+            (mine[1], theirs[1]) for mine, theirs in zip(self.validation_loss, other.validation_loss, strict=True)
+        ]
         return max(abs(mine - theirs) for mine, theirs in pairs)
 
 
 COLUMNS = (
     "run",
-    "validation loss\n(nats)",
-    "validation loss\n(bits per byte)",
-    "bytes sent\na rank and step",
-    "rows applied\na step",
-    "rows deferred\na step",
+    "loss\n(nats)",
+    "bits per\nbyte",
+    "bytes sent\na step",
+    "rows\napplied",
+    "rows\ndeferred",
     "step\n(ms)",
-    "of it optimizer\n(ms)",
+    "optimizer\n(ms)",
 )
 
 
@@ -101,6 +103,8 @@ def _learning(results: Sequence[RunResult], unigram_entropy: float) -> str:
     above = [result for result in results if not result.bits_per_byte < unigram_entropy]  # also catches NaN
     if not above:
         worst = max(result.bits_per_byte for result in results)
-        return f"Every run fell below the text's unigram entropy: {worst:.3f} < {unigram_entropy:.3f} bits per byte."
+        return (
+            f"Every run fell below the text's unigram entropy: {worst:.3f} < {unigram_entropy:.3f} bits per byte."
+        )
     shown = ", ".join(f"{result.run.name} {result.bits_per_byte:.3f}" for result in above)
     return f"NOT below the text's unigram entropy of {unigram_entropy:.3f} bits per byte: {shown}."

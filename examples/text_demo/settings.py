@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dion_core import available_transports
-
 from text_demo.model import ModelShape
 from text_demo.ranks import default_world_size
 from text_demo.text import Corpus, load_text
@@ -42,8 +41,13 @@ class Settings:
 
     @property
     def batch_size(self) -> int:
-        """Sequences a step, of all ranks together: equally many on each, as the mean over ranks takes for granted."""
+        """Sequences a step, of all ranks together: equally many on each, as a mean over ranks presumes."""
         return math.ceil(self.min_batch_size / self.world_size) * self.world_size
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Sequences a forward pass without gradients, which needs less memory, takes at once."""
+        return 4 * self.batch_size
 
     @property
     def text_name(self) -> str:
@@ -78,15 +82,20 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     parser = argparse.ArgumentParser(
         description="Trains a small GPT on bytes of text, once per installed transport and once with AdamW."
     )
-    parser.add_argument("--text", type=Path, help="a file to learn from (default: Python's own documentation)")
+    parser.add_argument("--text", type=Path, help="a file to learn from (default: Python's documentation)")
     parser.add_argument("--steps", type=int, default=default.steps, help="steps a run (%(default)s)")
     parser.add_argument(
         "--world-size", type=int, default=default_world_size(), help="number of ranks (default: GPUs, or 4)"
     )
     parser.add_argument(
-        "--transports", default=",".join(installed), help="names with commas between (default: all: %(default)s)"
+        "--transports", default=",".join(installed), help="names with commas between (default: %(default)s)"
     )
-    parser.add_argument("--fraction", type=float, default=default.fraction, help="of the rows, a step (%(default)s)")
+    parser.add_argument(
+        "--fraction",
+        type=float,
+        default=default.fraction,
+        help="of the rows to apply in a step (%(default)s)",
+    )
     parser.add_argument("--lr", type=float, default=default.lr, help="of the hidden matrices (%(default)s)")
     parser.add_argument("--seed", type=int, default=default.seed, help="of weights and batches (%(default)s)")
     parser.add_argument("--out", type=Path, default=default.out, help="folder for the report (%(default)s)")

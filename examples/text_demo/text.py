@@ -15,16 +15,16 @@ VALIDATION_SHARE = 0.1
 
 
 def load_text(path: Path | None = None) -> bytes:
-    """The bytes of a file, or by default the documentation text that comes with every Python (about 0.7 MB)."""
+    """The bytes of a file, or by default the documentation text that comes with every Python (half a MB)."""
     if path is not None:
         return path.read_bytes()
-    from pydoc_data.topics import topics  # imported here: half a megabyte that `--text` does not need
+    from pydoc_data.topics import topics  # here, because `--text` does not need it
 
     return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 def unigram_entropy(text: Tensor) -> float:
-    """Bits per byte of the best model that knows only how often each byte occurs in `text` (a uint8 tensor)."""
+    """Bits per byte of the best model that knows only how often each byte occurs in `text` (uint8)."""
     frequency = torch.bincount(text.long(), minlength=VOCABULARY_SIZE).double() / len(text)
     frequency = frequency[frequency > 0]
     return float(-(frequency * frequency.log2()).sum())
@@ -48,7 +48,7 @@ class Corpus:
         num_validation = int(len(text) * VALIDATION_SHARE)
         if num_validation < context + 1:
             needed = int((context + 1) / VALIDATION_SHARE)
-            raise ValueError(f"the text has {len(text)} bytes, but needs at least {needed}: a tenth is held out")
+            raise ValueError(f"the text has {len(text)} bytes, but at least {needed} are needed")
         values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return cls(values[:-num_validation], values[-num_validation:], context)
 
@@ -60,10 +60,10 @@ class Corpus:
     def training_batches(
         self, batch_size: int, *, rank: int, world_size: int, seed: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless (inputs, targets), each (batch_size / world_size, context) int64: this rank's part of each batch.
+        """Endless (inputs, targets), each (batch_size / world_size, context) int64: this rank's part of a batch.
 
-        Every rank draws the same positions and takes its own slice of them, so that the batches that all ranks
-        together see depend on the seed only, neither on the number of ranks nor on the optimizer.
+        Every rank draws the same positions and takes its own slice of them, so that the batches that all
+        ranks together see depend on the seed only, neither on the number of ranks nor on the optimizer.
         """
         generator = torch.Generator().manual_seed(seed)
         num_starts = len(self.training) - self.context
@@ -77,8 +77,8 @@ class Corpus:
     def validation_batches(self, batch_size: int, *, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, targets) that together predict every validation byte but the first exactly once.
 
-        All ranks get equally many batches of (batch_size / world_size, context), because a forward pass of a sharded
-        model is a collective. What is missing to full batches is filled up with `IGNORED_TARGET`.
+        All ranks get equally many batches of (batch_size / world_size, context), because a forward pass of a
+        sharded model is a collective. What is missing to full batches is filled up with `IGNORED_TARGET`.
         """
         chunk = batch_size * self.context
         num_padding = -self.num_validation_targets % chunk

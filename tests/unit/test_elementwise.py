@@ -58,9 +58,7 @@ def warmed_up(
 @on_devices
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
-def test_adamw_equals_torch_step_by_step(
-    dtype: torch.dtype, tolerance: float, maximize: bool, device: str
-) -> None:
+def test_adamw_equals_torch_step_by_step(dtype: torch.dtype, tolerance: float, maximize: bool, device: str) -> None:
     shapes = [(7, 5), (64,), (), (3, 2, 4)]
     params = [randn(*shape, dtype=dtype, device=device) for shape in shapes]
     theirs = [torch.nn.Parameter(param.clone()) for param in params]

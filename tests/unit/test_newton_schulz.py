@@ -76,9 +76,7 @@ def test_rank_deficient_matrices(rank: int, rows: int, columns: int, dtype: torc
     matrices = of_rank(rank, rows, columns).to(dtype)
     result = NewtonSchulz()(matrices)
     # Against the matrix before rounding, whose missing singular values are exactly zero.
-    assert largest_difference(result, by_polar_express(of_rank(rank, rows, columns))) < tolerance(
-        dtype, dtype
-    )
+    assert largest_difference(result, by_polar_express(of_rank(rank, rows, columns))) < tolerance(dtype, dtype)
 
 
 @pytest.mark.parametrize("shape", [WIDE, TALL, SQUARE], ids=str)
@@ -352,9 +350,7 @@ def test_orthogonalizer_by_name_or_object() -> None:
 
 @pytest.mark.parametrize("value", ["muon", "", 5, None, NewtonSchulz], ids=repr)
 def test_unknown_orthogonalizer_is_refused(value: object) -> None:
-    with pytest.raises(
-        ValueError, match="orthogonalizer must be 'auto', 'polar_express', 'quintic'"
-    ) as error:
+    with pytest.raises(ValueError, match="orthogonalizer must be 'auto', 'polar_express', 'quintic'") as error:
         orthogonalizer(value)  # type: ignore[arg-type]
     assert repr(value) in str(error.value)
 

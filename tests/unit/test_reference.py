@@ -253,9 +253,7 @@ class TestWeights:
         weight = np.array([[2.0, 5.0], [7.0, -4.0]])
         options = Options("muon", lr=0.1, weight_decay=0.5, scale=None, cautious_weight_decay=True)
         matrix = ReferenceMatrix(weight, options)
-        matrix.step(
-            np.eye(2)
-        )  # U = h times the identity: agrees with 2.0, not with -4.0, is zero at 5.0 and 7.0
+        matrix.step(np.eye(2))  # U = h times the identity: agrees with 2.0, not with -4.0, is zero at 5.0 and 7.0
         h = polar_express(np.eye(2))[0, 0]
         expected = [[2.0 * 0.95 - 0.1 * h, 5.0], [7.0, -4.0 - 0.1 * h]]
         np.testing.assert_allclose(matrix.weight, expected, rtol=1e-12)
@@ -277,9 +275,7 @@ class TestWeights:
         np.testing.assert_allclose(matrix.momentum, 0.5 * first)
         before = matrix.weight.copy()
         matrix.step(second)
-        np.testing.assert_allclose(
-            before - matrix.weight, polar_express(second + 0.5 * (0.5 * first + second))
-        )
+        np.testing.assert_allclose(before - matrix.weight, polar_express(second + 0.5 * (0.5 * first + second)))
         np.testing.assert_allclose(matrix.momentum, 0.5 * (0.5 * first + second))
 
     def test_momentum_of_muon_does_not_depend_on_the_update(self) -> None:
@@ -382,9 +378,7 @@ class TestMissingAndNonfinite:
 class TestElementwise:
     @pytest.mark.parametrize("maximize", [False, True])
     def test_adamw_equals_torch(self, maximize: bool) -> None:
-        options = Options(
-            "adamw", lr=0.03, weight_decay=0.1, betas=(0.8, 0.97), epsilon=1e-6, maximize=maximize
-        )
+        options = Options("adamw", lr=0.03, weight_decay=0.1, betas=(0.8, 0.97), epsilon=1e-6, maximize=maximize)
         reference = ReferenceElementwise(random(3, 4), options)
         parameter = torch.nn.Parameter(torch.from_numpy(random(3, 4)))
         optimizer = torch.optim.AdamW(
@@ -411,9 +405,7 @@ class TestElementwise:
         np.testing.assert_allclose(reference.first_moment, [0.4, -0.6, 0.0])
         # 0.9 * 0.4 - 0.1 * 3 > 0 although 0.8 * 0.4 - 0.2 * 3 < 0: update and momentum have their own betas.
         reference.step([-3.0, 0.0, 1.0])
-        np.testing.assert_allclose(
-            reference.weight, [0.95 * 0.85 - 0.1, 0.95 * 1.05 + 0.1, 0.95 * 0.95 - 0.1]
-        )
+        np.testing.assert_allclose(reference.weight, [0.95 * 0.85 - 0.1, 0.95 * 1.05 + 0.1, 0.95 * 0.95 - 0.1])
         np.testing.assert_allclose(reference.first_moment, [0.32 - 0.6, -0.48, 0.2])
         assert reference.second_moment is None
 

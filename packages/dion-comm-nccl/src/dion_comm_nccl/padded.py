@@ -35,9 +35,7 @@ class PaddedExchange(Exchange):
         values = torch.empty(self._plan.num_slots + 1, columns, dtype=bucket.dtype, device=bucket.device)
         return Rows(values, self._plan.slot)
 
-    def orthogonalize(
-        self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer
-    ) -> Steps[Rows]:
+    def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
         group = self._bucket.layout.group
         sent, received = self._plan.elements_sent(), self._plan.elements_received()
         arrived = rows.values.new_empty(sum(received))

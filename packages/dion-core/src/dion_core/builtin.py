@@ -36,9 +36,7 @@ class LocalExchange(Exchange):
     def reserve(self, selection: RowSelection) -> Rows:
         return _whole_buffer(self.bucket)
 
-    def orthogonalize(
-        self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer
-    ) -> Steps[Rows]:
+    def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
         numbers = torch.arange(self.bucket.num_matrices, device=self.bucket.device)
         results = orthogonalizer(_matrices(rows, selection, numbers))
         return Rows(results.reshape(-1, self.bucket.shape[1]), rows.slot)
@@ -57,9 +55,7 @@ class ReplicatedExchange(Exchange):
     def reserve(self, selection: RowSelection) -> Rows:
         return _whole_buffer(self.bucket)
 
-    def orthogonalize(
-        self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer
-    ) -> Steps[Rows]:
+    def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
         bucket, group = self.bucket, self.bucket.layout.group
         by_owner = [bucket.owned(rank) for rank in range(group.size)]
         mine = torch.tensor(by_owner[group.rank], dtype=torch.int64, device=bucket.device)

@@ -157,9 +157,7 @@ class TorchGroup:
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
         _announce("reduce_scatter", self.size, [num_bytes(output)] * self.size)
         parts = list(tensor.chunk(self.size))
-        work = dist.reduce_scatter(
-            output, parts, _operation(reduction), group=self.process_group, async_op=True
-        )
+        work = dist.reduce_scatter(output, parts, _operation(reduction), group=self.process_group, async_op=True)
         return _Pending([work], output, tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:

@@ -131,8 +131,7 @@ class RowTables:
         """(W, N) int64: how many rows every rank holds of every matrix."""
         layout = self.layout
         counts = [
-            [layout.rows(rank, matrix) for matrix in range(layout.num_matrices)]
-            for rank in range(layout.group.size)
+            [layout.rows(rank, matrix) for matrix in range(layout.num_matrices)] for rank in range(layout.group.size)
         ]
         shape = (layout.group.size, layout.num_matrices)
         return torch.tensor(counts, dtype=torch.int64).reshape(shape).to(self.device)

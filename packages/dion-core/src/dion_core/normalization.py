@@ -125,7 +125,5 @@ def _over_rows(values: Tensor, selection: RowSelection, bucket: Bucket) -> Steps
     by_row = torch.cat([piece.view(2, num_matrices, -1) for piece in pieces], dim=2)
     # Every rank holds its first count values; compacted they stand in global row order, whatever W is.
     ends = torch.tensor([0, *slots[:-1]], device=values.device).cumsum(0)
-    source, valid = compact(
-        selection.count_by_rank, ends[:, None].expand(-1, num_matrices), bucket.total_rows
-    )
+    source, valid = compact(selection.count_by_rank, ends[:, None].expand(-1, num_matrices), bucket.total_rows)
     return torch.where(valid, by_row.gather(2, source.expand(2, -1, -1)), 0).sum(dim=2)

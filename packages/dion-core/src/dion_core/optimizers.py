@@ -38,9 +38,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dion_core.membership import ProcessGroupLike
 from dion_core.newton_schulz import Orthogonalizer
 from dion_core.normalization import NeuronNormalizer, NoNormalizer
-from dion_core.optimizer import MatrixOptimizer, Parameters, ProcessGroupLike
+from dion_core.optimizer import MatrixOptimizer, Parameters
 from dion_core.rules import Rule, Scale
 from dion_core.transport import Scope, Transport
 

@@ -15,9 +15,7 @@ def newton_schulz_cost(rows: int, columns: int) -> int:
     return max(rows, columns) * min(rows, columns) ** 2
 
 
-def assign_owners(
-    costs: Sequence[int], groups: Sequence[Group]
-) -> tuple[list[int], dict[Group, list[int]]]:
+def assign_owners(costs: Sequence[int], groups: Sequence[Group]) -> tuple[list[int], dict[Group, list[int]]]:
     """The owner of every matrix, longest first to the least loaded rank, with one running load a group.
 
     Ties go to the earlier matrix and the lower rank, so that every rank computes the same answer.

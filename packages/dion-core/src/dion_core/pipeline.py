@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dion_core.buckets import MatrixBucket
 from dion_core.collectives import Group, split
 from dion_core.layout import Axis
 from dion_core.placements import local_tensor
-from dion_core.plan import MatrixBucket, Plan
+from dion_core.plan import Plan
 from dion_core.presence import Presence
 from dion_core.rows import RowSelection, accumulate_, take_and_decay_, update_
 from dion_core.selection import whole_scores
@@ -33,7 +34,7 @@ def step_matrices(plan: Plan, state: State, presence: Presence) -> None:
     scores = [_accumulate(bucket, state, presence.proceed) for bucket in plan.buckets]
     known = _gather_scores(plan.buckets, scores)
     selections = [
-        bucket.selector.select(score, bucket.tables, presence.active[bucket.numbers])
+        bucket.selector.select(score, bucket.tables, bucket.active(presence))
         for bucket, score in zip(plan.buckets, known, strict=True)
     ]
     if plan.session is not None:
@@ -51,7 +52,7 @@ def _accumulate(bucket: MatrixBucket, state: State, proceed: Tensor) -> Tensor:
         _local(bucket, state, "momentum"),
         gradients,
         maximize=bucket.options["maximize"],
-        proceed=proceed,
+        proceed=proceed.to(bucket.bucket.device),
     )
     bucket.nonfinite += left_out.sum()
     return scores
@@ -85,9 +86,7 @@ def _gather_scores(buckets: Sequence[MatrixBucket], scores: Sequence[Tensor]) ->
     return known
 
 
-def _move_and_apply(
-    bucket: MatrixBucket, chosen: RowSelection, state: State, presence: Presence
-) -> Steps[None]:
+def _move_and_apply(bucket: MatrixBucket, chosen: RowSelection, state: State, presence: Presence) -> Steps[None]:
     options = bucket.options
     selection = bucket.exchange.admit(chosen)
     bucket.chosen += chosen.count.sum()
@@ -115,7 +114,7 @@ def _move_and_apply(
         row_scale * bucket.scale,
         learning_rate=options["lr"],
         weight_decay=options["weight_decay"],
-        active=presence.active[bucket.numbers],
+        active=bucket.active(presence),
         cautious=options.get("cautious_weight_decay", False),
     )
 

@@ -20,7 +20,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def mesh_group(mesh: DeviceMesh) -> Group:
-    """All ranks of a mesh as one group. Collective over the mesh if it is a part of the world with 2 or more dims."""
+    """All ranks of a mesh as one group. Collective where that group does not exist yet."""
     if mesh.size() == 1:
         return SoloGroup()
     wide = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]

@@ -1,86 +1,25 @@
-"""The work of one optimizer, fixed by its parameter list: buckets of matrices, owners, exchanges.
+"""The work of one optimizer, fixed by its parameter list: buckets of matrices, elementwise groups, a transport.
 
 Every rank makes the same plan from the same parameters, whatever gradients there will be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from dion_core.builtin import LocalExchange, ReplicatedExchange
+from dion_core.buckets import MatrixBucket, Member, make_buckets, needs_transport, stable_repr
 from dion_core.collectives import Group
-from dion_core.layout import Axis, Layout, RowTables
-from dion_core.newton_schulz import Orthogonalizer, orthogonalizer
-from dion_core.ownership import assign_owners, newton_schulz_cost
-from dion_core.placements import local_tensor, parameter_layout
-from dion_core.registry import Choice, check_axes, resolve_scope
-from dion_core.rules import Rule, selector, update_scale
-from dion_core.selection import Selector
-from dion_core.transport import Bucket, Exchange, Session
+from dion_core.options import STRUCTURAL
+from dion_core.placements import parameter_layout
+from dion_core.registry import Choice, choose_transport
+from dion_core.rules import Rule
+from dion_core.transport import Scope, Session, Transport
 
-
-@dataclass(frozen=True)
-class Member:
-    """One parameter of the optimizer: its name, its group, and its number among all, by which ranks agree."""
-
-    parameter: Tensor
-    name: str
-    group: Mapping[str, Any]
-    number: int
-
-    @property
-    def gradient(self) -> Tensor | None:
-        """This rank's part of the gradient, or None."""
-        return None if self.parameter.grad is None else local_tensor(self.parameter.grad)
-
-
-@dataclass
-class MatrixBucket:
-    """A bucket with the parameters in it, how they are updated, and what happened to them so far.
-
-    `chosen`, `applied` and `nonfinite` are 0-dim int64 counters of rows on the device.
-    """
-
-    bucket: Bucket
-    members: Sequence[Member]
-    rule: Rule
-    selector: Selector
-    orthogonalizer: Orthogonalizer
-    scale: float
-    exchange: Exchange
-    chosen: Tensor = field(init=False)
-    applied: Tensor = field(init=False)
-    nonfinite: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        zeros = torch.zeros(3, dtype=torch.int64, device=self.bucket.device)
-        self.chosen, self.applied, self.nonfinite = zeros.unbind()
-
-    @cached_property
-    def tables(self) -> RowTables:
-        """Where the rows of the matrices lie."""
-        return RowTables(self.bucket.layout, self.bucket.device)
-
-    @cached_property
-    def numbers(self) -> Tensor:
-        """(N,) int64: the members' numbers among all parameters."""
-        return torch.tensor([member.number for member in self.members], device=self.bucket.device)
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The live options of the parameter group that the bucket comes from."""
-        return self.members[0].group
-
-    def describe(self) -> str:
-        """One line, the same on every rank."""
-        names = ", ".join(member.name for member in self.members)
-        return f"{self.bucket.describe()}, {self.selector!r}, {self.orthogonalizer!r}: {names}"
+_DESCRIBED = ("lr", "momentum", "beta2", "weight_decay", "betas", "epsilon", "maximize", "nesterov")
 
 
 @dataclass
@@ -88,139 +27,92 @@ class Plan:
     """All that one step does, in order.
 
     Attributes:
+        members: every trainable parameter, in the order of the flags by which ranks agree.
         buckets: the matrices; those that need a transport come first, in the order of its session.
         elementwise: the other parameters, by group.
-        session: the open transport, or None where no bucket needs one.
+        choice: the transport, or None where no bucket needs one.
         loads: for each group its Newton-Schulz load by rank.
+        groups: the parameter groups that it was made from.
+        session: the open transport; None before `open`, and where no bucket needs one.
     """
 
+    members: Sequence[Member]
     buckets: Sequence[MatrixBucket]
     elementwise: Sequence[Sequence[Member]]
-    session: Session | None
+    choice: Choice | None
     loads: Mapping[Group, Sequence[int]]
+    groups: Sequence[Mapping[str, Any]]
+    session: Session | None = None
 
     @property
     def transported(self) -> Sequence[MatrixBucket]:
         """The buckets whose rows travel through the transport."""
-        return [bucket for bucket in self.buckets if _needs_transport(bucket.bucket.layout)]
+        return [bucket for bucket in self.buckets if needs_transport(bucket.bucket.layout)]
+
+    def describe(self) -> list[str]:
+        """The plan in lines that are the same on every rank."""
+        return [
+            f"transport {self.choice.transport!r}" if self.choice else "no transport",
+            *(bucket.describe() for bucket in self.buckets),
+            *(_describe_elementwise(members) for members in self.elementwise),
+            *(_describe_options(group) for group in self.groups),
+        ]
+
+    def open(self) -> None:
+        """Opens the transport. Collective over the ranks of the buckets."""
+        if self.choice is None:
+            return
+        self.session = self.choice.transport.open([bucket.bucket for bucket in self.transported])
+        for bucket, exchange in zip(self.transported, self.session.exchanges, strict=True):
+            bucket.exchange = exchange
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """A matrix parameter with all that decides its bucket."""
+def make_plan(
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[Tensor, str],
+    rule: Rule,
+    replicas: Group,
+    transport: str | Transport,
+) -> Plan:
+    """The plan of an optimizer, its transport not open yet. No communication.
 
-    member: Member
-    layout: Layout
-    selector: Selector
-    wire_dtype: torch.dtype
-
-    def key(self, state_dtype: torch.dtype) -> Hashable:
-        tensor = self.member.parameter
-        gradient_free = (tensor.dtype, tensor.device, state_dtype, self.wire_dtype, type(tensor))
-        return (id(self.member.group), self.layout, gradient_free)
-
-    @property
-    def cost(self) -> int:
-        return newton_schulz_cost(self.selector.total(self.layout, 0), self.layout.shape[1])
-
-
-def momentum_dtype(parameter: Tensor, options: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of a parameter's momentum: as asked for, else the parameter's."""
-    wanted: torch.dtype | None = options["momentum_dtype"]
-    return parameter.dtype if wanted is None else wanted
-
-
-def wire_dtype(momentum: torch.dtype, options: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of rows on the wire: as asked for, else bf16 for half precision, fp32 for fp32, fp64 for fp64."""
-    wanted: torch.dtype | None = options["wire_dtype"]
-    if wanted is not None:
-        return wanted
-    return torch.bfloat16 if momentum.itemsize == 2 else momentum
-
-
-def matrix_layouts(members: Sequence[Member], replicas: Group) -> list[Layout]:
-    """The layout of every matrix parameter; raises ValueError, by name, for one that is not supported."""
-    return [parameter_layout(member.parameter, member.name, replicas) for member in members]
-
-
-def needs_transport(layouts: Sequence[Layout]) -> bool:
-    """Whether some matrix lies in pieces on several ranks."""
-    return any(map(_needs_transport, layouts))
-
-
-def _needs_transport(layout: Layout) -> bool:
-    return layout.axis in (Axis.ROWS, Axis.COLUMNS)
-
-
-def draft_buckets(
-    members: Sequence[Member], layouts: Sequence[Layout], rule: Rule, choice: Choice | None
-) -> tuple[list[MatrixBucket], dict[Group, list[int]]]:
-    """Buckets with owners, their exchanges not open yet, and the load of every group by rank.
+    Args:
+        groups: parameter groups with all options.
+        names: of the parameters, for messages.
+        rule: of the optimizer.
+        replicas: the ranks that hold equal copies of plain tensors.
+        transport: a name or an instance, as the user gave it.
 
     Raises:
-        ValueError: the transport does not serve a layout.
+        ValueError: a layout that is not supported, or that the transport does not serve.
+        TransportError: the transport is not installed.
     """
-    drafts = []
-    for member, layout in zip(members, layouts, strict=True):
-        chosen = _selector(member.group, layout, rule, choice)
-        dtype = wire_dtype(momentum_dtype(member.parameter, member.group), member.group)
-        drafts.append(_Draft(member, layout, chosen, dtype))
-    owners, loads = assign_owners([draft.cost for draft in drafts], [draft.layout.group for draft in drafts])
-    by_key: dict[Hashable, list[tuple[_Draft, int]]] = {}
-    for draft, owner in zip(drafts, owners, strict=True):
-        state = momentum_dtype(draft.member.parameter, draft.member.group)
-        by_key.setdefault(draft.key(state), []).append((draft, owner))
-    buckets = [_bucket(entries, rule) for entries in by_key.values()]
-    buckets.sort(key=lambda bucket: not _needs_transport(bucket.bucket.layout))
-    if choice is not None:
-        check_axes(choice, [b.bucket for b in buckets if _needs_transport(b.bucket.layout)])
-    return buckets, loads
+    members = _members(groups, names)
+    matrices = [m for m in members if m.group["algorithm"] == "matrix" and m.parameter.numel()]
+    layouts = [parameter_layout(member.parameter, member.name, replicas) for member in matrices]
+    choice = None
+    if any(map(needs_transport, layouts)):
+        scopes: set[Scope] = {"all"}
+        if rule.chooses_rows:
+            scopes = {scope for m in matrices if (scope := m.group["scope"]) is not None}
+        choice = choose_transport(transport, scopes, chooses_rows=rule.chooses_rows)
+    buckets, loads = make_buckets(matrices, layouts, rule, choice)
+    elementwise = [
+        [member for member in members if member.group is group] for group in groups if group["algorithm"] != "matrix"
+    ]
+    return Plan(members, buckets, [part for part in elementwise if part], choice, loads, groups)
 
 
-def open_plan(
-    buckets: Sequence[MatrixBucket],
-    loads: Mapping[Group, Sequence[int]],
-    elementwise: Sequence[Sequence[Member]],
-    choice: Choice | None,
-) -> Plan:
-    """The plan with its transport open. Collective over the ranks of the buckets."""
-    plan = Plan(buckets, elementwise, None, loads)
-    if plan.transported:
-        assert choice is not None
-        plan.session = choice.transport.open([bucket.bucket for bucket in plan.transported])
-        for bucket, exchange in zip(plan.transported, plan.session.exchanges, strict=True):
-            bucket.exchange = exchange
-    return plan
+def _members(groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -> list[Member]:
+    trainable = [(parameter, group) for group in groups for parameter in group["params"] if parameter.requires_grad]
+    return [Member(parameter, names[parameter], group, number) for number, (parameter, group) in enumerate(trainable)]
 
 
-def _selector(options: Mapping[str, Any], layout: Layout, rule: Rule, choice: Choice | None) -> Selector:
-    if not rule.chooses_rows:
-        return selector("all", 1.0, layout.axis)
-    scope = options["scope"]
-    if choice is not None and _needs_transport(layout):
-        scope = resolve_scope(choice, scope)
-    return selector(scope or "global", float(options["fraction"]), layout.axis)
+def _describe_options(group: Mapping[str, Any]) -> str:
+    names = (*_DESCRIBED, "cautious_weight_decay", *STRUCTURAL)
+    return ", ".join(f"{name}={stable_repr(group[name])}" for name in names if name in group)
 
 
-def _bucket(entries: Sequence[tuple[_Draft, int]], rule: Rule) -> MatrixBucket:
-    first, _ = entries[0]
-    layout, options = first.layout.stack(len(entries)), first.member.group
-    ranks = range(layout.group.size)
-    bucket = Bucket(
-        layout=layout,
-        owners=tuple(owner for _, owner in entries),
-        max_rows=max(first.selector.offered(layout, rank, 0) for rank in ranks),
-        total_rows=first.selector.total(layout, 0),
-        dtype=first.wire_dtype,
-        device=local_tensor(first.member.parameter).device,
-    )
-    builtin = ReplicatedExchange if layout.axis is Axis.REPLICATED else LocalExchange
-    return MatrixBucket(
-        bucket=bucket,
-        members=[draft.member for draft, _ in entries],
-        rule=rule,
-        selector=first.selector,
-        orthogonalizer=orthogonalizer(options["orthogonalizer"]),
-        scale=update_scale(options["scale"], *layout.shape),
-        exchange=builtin(bucket),
-    )
+def _describe_elementwise(members: Sequence[Member]) -> str:
+    shapes = ", ".join(f"{m.name} {tuple(m.parameter.shape)} {m.parameter.dtype}" for m in members)
+    return f"{members[0].group['algorithm']}: {shapes}"

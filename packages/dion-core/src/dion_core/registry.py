@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
@@ -51,34 +51,33 @@ def available_transports() -> dict[str, type[Transport]]:
     return {name: _load(entry) for name, entry in found.items()}
 
 
-def choose_transport(transport: str | Transport, scope: Scope | None, *, chooses_rows: bool) -> Choice:
+def choose_transport(transport: str | Transport, scopes: Set[Scope], *, chooses_rows: bool) -> Choice:
     """The transport that was asked for, or for "auto" the best exact one that is installed.
 
     Args:
         transport: a name, "auto", or an instance with options.
-        scope: the scope asked for; None leaves it to the transport.
+        scopes: those asked for; empty leaves it to the transport.
         chooses_rows: whether the optimizer applies a choice of rows (Dion2) or all of them (Muon).
 
     Raises:
-        TransportError: it is not installed. ValueError: it does not serve the scope or the optimizer.
+        TransportError: it is not installed.
+        ValueError: it does not serve the scopes.
     """
-    wanted: Scope | None = scope if chooses_rows else "all"
+    installed = available_transports()
     if isinstance(transport, Transport):
         choice = Choice(type(transport).__name__, transport, "given as an instance")
     elif transport == "auto":
-        choice = _automatic(wanted)
-    else:
-        installed = available_transports()
-        if transport not in installed:
-            raise TransportError(_missing(transport, installed))
+        choice = _automatic(scopes, installed)
+    elif transport in installed:
         choice = Choice(transport, installed[transport](), "asked for by name")
-    scopes = choice.transport.scopes
-    if wanted is not None and wanted not in scopes:
-        others = [name for name, kind in available_transports().items() if wanted in kind.scopes]
-        purpose = f"scope={wanted!r}" if chooses_rows else "all rows, which this optimizer applies"
+    else:
+        raise TransportError(_missing(transport, installed))
+    if not scopes <= choice.transport.scopes:
+        others = [name for name, kind in installed.items() if scopes <= kind.scopes]
+        purpose = f"scope {_names(scopes)}" if chooses_rows else "all rows, which this optimizer applies"
         raise ValueError(
-            f"transport={choice.name!r} does not serve {purpose}; it serves {sorted(scopes)}; "
-            f"installed ones that do: {others or 'none'}"
+            f"transport={choice.name!r} does not serve {purpose}; it serves {_names(choice.transport.scopes)}; "
+            f"installed transports that do: {', '.join(others) or 'none'}"
         )
     return choice
 
@@ -98,17 +97,19 @@ def check_axes(choice: Choice, buckets: Sequence[Bucket]) -> None:
             )
 
 
-def _automatic(wanted: Scope | None) -> Choice:
-    installed = available_transports()
-    order = [*AUTO_ORDER, *(["local"] if wanted == "local" else [])]
-    for name in order:
-        if name in installed and (wanted is None or wanted in installed[name].scopes):
-            choice = Choice(name, installed[name](), "the best exact transport that is installed")
-            if wanted == "local":
-                choice = Choice(name, choice.transport, "serves scope='local'")
-            logger.info("transport='auto' takes %r: %s", name, choice.reason)
-            return choice
-    raise TransportError(_missing("full" if wanted != "local" else "local", installed))
+def _automatic(scopes: Set[Scope], installed: dict[str, type[Transport]]) -> Choice:
+    for name in (*AUTO_ORDER, "local"):  # a local choice is never taken unasked
+        if name in installed and scopes <= installed[name].scopes and (scopes or name in AUTO_ORDER):
+            reason = "serves scope local" if name == "local" else "the best exact transport that is installed"
+            logger.info("transport='auto' takes %r: %s", name, reason)
+            return Choice(name, installed[name](), reason)
+    if installed and scopes:
+        raise ValueError(f"transport='auto': none of {', '.join(installed)} serves scope {_names(scopes)}")
+    raise TransportError(_missing("full", installed))
+
+
+def _names(scopes: Set[Scope]) -> str:
+    return ", ".join(sorted(scopes))
 
 
 def _missing(name: str, installed: dict[str, type[Transport]]) -> str:

@@ -6,20 +6,19 @@ from typing import Any
 
 from torch import Tensor
 
-from dion_core.plan import MatrixBucket, Plan
-from dion_core.registry import Choice
+from dion_core.buckets import MatrixBucket
+from dion_core.plan import Plan
 
 Report = dict[str, Any]
 
 
-def make_report(plan: Plan, choice: Choice | None, num_steps: int, skipped: Tensor) -> Report:
+def make_report(plan: Plan, num_steps: int, skipped: Tensor) -> Report:
     """The report of this rank, JSON-serializable; row and step counts start again from 0.
 
     Reading the counters waits for the device; nothing is communicated.
 
     Args:
         plan: of the optimizer, with the counters of its buckets.
-        choice: the transport, or None where no matrix needs one.
         num_steps: how many steps were taken since the last report.
         skipped: 0-dim counter of those that were skipped; set to 0.
     """
@@ -29,15 +28,13 @@ def make_report(plan: Plan, choice: Choice | None, num_steps: int, skipped: Tens
     num_skipped = int(skipped)
     skipped.zero_()
     transport = None
-    if choice is not None:
+    if plan.choice is not None:
+        choice = plan.choice
         transport = {"name": choice.name, "options": repr(choice.transport), "reason": choice.reason}
     return {
         "transport": transport,
         "buckets": buckets,
-        "owner_load": [
-            {"ranks": list(group.ranks), "cost": list(load)}
-            for group, load in plan.loads.items()
-        ],
+        "owner_load": [{"ranks": list(group.ranks), "cost": list(load)} for group, load in plan.loads.items()],
         "bytes_per_step": sum(bucket["traffic"]["bytes"] for bucket in buckets),
         "rows": rows,
         "steps": {"taken": num_steps - num_skipped, "skipped": num_skipped},

@@ -34,21 +34,26 @@ def interleave(stages: Sequence[Steps[T]], *, in_flight: int = 2) -> list[T]:
 
     Raises:
         ValueError: `in_flight` is below 1.
+        BaseException: what a stage raised; the others that have started are closed.
     """
     if in_flight < 1:
         raise ValueError(f"in_flight={in_flight}: at least 1 is needed")
     results: dict[int, T] = {}
     waiting = iter(enumerate(stages))
     running: list[tuple[int, Steps[T]]] = []
-    while True:
-        while len(running) < in_flight and (entry := next(waiting, None)) is not None:
-            running.append(entry)
-        if not running:
-            return [results[number] for number in range(len(stages))]
-        number, steps = running.pop(0)
-        try:
-            next(steps)
-        except StopIteration as stop:
-            results[number] = stop.value
-        else:
-            running.append((number, steps))
+    try:
+        while True:
+            while len(running) < in_flight and (entry := next(waiting, None)) is not None:
+                running.append(entry)
+            if not running:
+                return [results[number] for number in range(len(stages))]
+            number, steps = running.pop(0)
+            try:
+                next(steps)
+            except StopIteration as stop:
+                results[number] = stop.value
+            else:
+                running.append((number, steps))
+    finally:  # after an error the others let go of their buffers now, not when the traceback is forgotten
+        for _, steps in running:
+            steps.close()

@@ -114,9 +114,7 @@ class Exchange(ABC):
         """The place where every admitted row is to be written; its values are not set yet."""
 
     @abstractmethod
-    def orthogonalize(
-        self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer
-    ) -> Steps[Rows]:
+    def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
         """The orthogonalized rows, each in the slot that its row was given, in the dtype of the wire."""
 
     @abstractmethod

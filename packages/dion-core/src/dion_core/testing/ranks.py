@@ -16,6 +16,7 @@ import faulthandler
 import io
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -195,7 +196,7 @@ class RankPool:
 def _serve(connection: Connection, directory: str, rank: int, world_size: int, timeout: float) -> None:
     """The life of one rank: answers calls until the parent closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the parent, which then kills the ranks
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(directory,), daemon=True).start()
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
@@ -215,11 +216,12 @@ def _serve(connection: Connection, directory: str, rank: int, world_size: int, t
     os._exit(0)  # without destroying groups whose other ranks may be gone
 
 
-def _end_with_parent() -> None:
-    """Ends this process, whatever it is doing, when the parent has died."""
+def _end_with_parent(directory: str) -> None:
+    """Ends this process, whatever it is doing, and removes the pool's directory when the parent has died."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 

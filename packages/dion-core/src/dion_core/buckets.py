@@ -1,0 +1,196 @@
+"""Matrix parameters grouped into buckets: those of one shape, layout, dtypes and options are updated together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dion_core.builtin import LocalExchange, ReplicatedExchange
+from dion_core.collectives import Group
+from dion_core.layout import Axis, Layout, RowTables
+from dion_core.newton_schulz import Orthogonalizer, orthogonalizer
+from dion_core.ownership import assign_owners, newton_schulz_cost
+from dion_core.placements import local_tensor
+from dion_core.presence import Presence
+from dion_core.registry import Choice, check_axes, resolve_scope
+from dion_core.rules import Rule, selector, update_scale
+from dion_core.selection import Selector
+from dion_core.transport import Bucket, Exchange
+
+
+def stable_repr(value: object) -> str:
+    """The repr of a value where that is the same in every process, else the name of what it is."""
+    if type(value).__repr__ is not object.__repr__ and not isinstance(value, FunctionType):
+        return repr(value)
+    named = value if isinstance(value, FunctionType) else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter of the optimizer: its name, its group, and its number among all, by which ranks agree."""
+
+    parameter: Tensor
+    name: str
+    group: Mapping[str, Any]
+    number: int
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """This rank's part of the gradient, or None."""
+        return None if self.parameter.grad is None else local_tensor(self.parameter.grad)
+
+
+@dataclass
+class MatrixBucket:
+    """A bucket with the parameters in it, how they are updated, and what happened to them so far.
+
+    `chosen`, `applied` and `nonfinite` are 0-dim int64 counters of rows on the device.
+    """
+
+    bucket: Bucket
+    members: Sequence[Member]
+    rule: Rule
+    selector: Selector
+    orthogonalizer: Orthogonalizer
+    scale: float
+    exchange: Exchange
+    chosen: Tensor = field(init=False)
+    applied: Tensor = field(init=False)
+    nonfinite: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        zeros = torch.zeros(3, dtype=torch.int64, device=self.bucket.device)
+        self.chosen, self.applied, self.nonfinite = zeros.unbind()
+
+    @cached_property
+    def tables(self) -> RowTables:
+        """Where the rows of the matrices lie."""
+        return RowTables(self.bucket.layout, self.bucket.device)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """(N,) int64: the members' numbers among all parameters."""
+        return torch.tensor([member.number for member in self.members], device=self.bucket.device)
+
+    def active(self, presence: Presence) -> Tensor:
+        """(N,) bool: which matrices are updated in this step."""
+        return presence.active.to(self.bucket.device)[self.numbers]
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The live options of the parameter group that the bucket comes from."""
+        return self.members[0].group
+
+    def describe(self) -> str:
+        """One line, the same on every rank."""
+        names = ", ".join(member.name for member in self.members)
+        return f"{self.bucket.describe()}, {self.selector!r}, {stable_repr(self.orthogonalizer)}: {names}"
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A matrix parameter with all that decides its bucket."""
+
+    member: Member
+    layout: Layout
+    selector: Selector
+    wire_dtype: torch.dtype
+
+    def key(self, state_dtype: torch.dtype) -> Hashable:
+        tensor = self.member.parameter
+        gradient_free = (tensor.dtype, tensor.device, state_dtype, self.wire_dtype, type(tensor))
+        return (id(self.member.group), self.layout, gradient_free)
+
+    @property
+    def cost(self) -> int:
+        return newton_schulz_cost(self.selector.total(self.layout, 0), self.layout.shape[1])
+
+
+def momentum_dtype(parameter: Tensor, options: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of a parameter's momentum: as asked for, else the parameter's."""
+    wanted: torch.dtype | None = options["momentum_dtype"]
+    return parameter.dtype if wanted is None else wanted
+
+
+def wire_dtype(momentum: torch.dtype, options: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of rows on the wire: as asked for, else bf16 for half precision, fp32 for fp32, fp64 for fp64."""
+    wanted: torch.dtype | None = options["wire_dtype"]
+    if wanted is not None:
+        return wanted
+    return torch.bfloat16 if momentum.itemsize == 2 else momentum
+
+
+def needs_transport(layout: Layout) -> bool:
+    """Whether a matrix lies in pieces on several ranks."""
+    return layout.axis in (Axis.ROWS, Axis.COLUMNS)
+
+
+def make_buckets(
+    members: Sequence[Member], layouts: Sequence[Layout], rule: Rule, choice: Choice | None
+) -> tuple[list[MatrixBucket], dict[Group, list[int]]]:
+    """Buckets with owners, those that need the transport first and not open yet; and the load by group and rank.
+
+    Args:
+        members: the matrix parameters.
+        layouts: where each lies.
+        rule: of the optimizer.
+        choice: the transport, or None where no matrix needs one.
+
+    Raises:
+        ValueError: the transport does not serve a layout.
+    """
+    drafts = []
+    for member, layout in zip(members, layouts, strict=True):
+        chosen = _selector(member.group, layout, rule, choice)
+        dtype = wire_dtype(momentum_dtype(member.parameter, member.group), member.group)
+        drafts.append(_Draft(member, layout, chosen, dtype))
+    owners, loads = assign_owners([draft.cost for draft in drafts], [draft.layout.group for draft in drafts])
+    by_key: dict[Hashable, list[tuple[_Draft, int]]] = {}
+    for draft, owner in zip(drafts, owners, strict=True):
+        state = momentum_dtype(draft.member.parameter, draft.member.group)
+        by_key.setdefault(draft.key(state), []).append((draft, owner))
+    buckets = [_bucket(entries, rule) for entries in by_key.values()]
+    buckets.sort(key=lambda bucket: not needs_transport(bucket.bucket.layout))
+    if choice is not None:
+        check_axes(choice, [b.bucket for b in buckets if needs_transport(b.bucket.layout)])
+    return buckets, loads
+
+
+def _selector(options: Mapping[str, Any], layout: Layout, rule: Rule, choice: Choice | None) -> Selector:
+    if not rule.chooses_rows:
+        return selector("all", 1.0, layout.axis)
+    scope = options["scope"]
+    if choice is not None and needs_transport(layout):
+        scope = resolve_scope(choice, scope)
+    return selector(scope or "global", float(options["fraction"]), layout.axis)
+
+
+def _bucket(entries: Sequence[tuple[_Draft, int]], rule: Rule) -> MatrixBucket:
+    first, _ = entries[0]
+    layout, options = first.layout.stack(len(entries)), first.member.group
+    ranks = range(layout.group.size)
+    bucket = Bucket(
+        layout=layout,
+        owners=tuple(owner for _, owner in entries),
+        max_rows=max(first.selector.offered(layout, rank, 0) for rank in ranks),
+        total_rows=first.selector.total(layout, 0),
+        dtype=first.wire_dtype,
+        device=local_tensor(first.member.parameter).device,
+    )
+    builtin = ReplicatedExchange if layout.axis is Axis.REPLICATED else LocalExchange
+    return MatrixBucket(
+        bucket=bucket,
+        members=[draft.member for draft, _ in entries],
+        rule=rule,
+        selector=first.selector,
+        orthogonalizer=orthogonalizer(options["orthogonalizer"]),
+        scale=update_scale(options["scale"], *layout.shape),
+        exchange=builtin(bucket),
+    )

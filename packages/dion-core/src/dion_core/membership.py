@@ -1,0 +1,80 @@
+"""Which ranks step together, read from the parameters before anything else is known about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dion_core.collectives import Group, SoloGroup, TorchGroup
+from dion_core.placements import local_tensor, mesh_group
+
+ProcessGroupLike = ProcessGroup | DeviceMesh | None
+
+
+def replica_group(group: ProcessGroupLike) -> Group:
+    """The ranks that hold equal copies of plain tensors: those of `group`, or this one alone."""
+    if group is None:
+        return SoloGroup()
+    if isinstance(group, DeviceMesh):
+        return mesh_group(group)
+    replicas = TorchGroup(group)
+    return replicas if replicas.size > 1 else SoloGroup()
+
+
+def stepping_group(entries: list[Any], replicas: Group) -> tuple[Group, torch.device]:
+    """The ranks that hold parts or copies of the parameters, and the device for their small messages.
+
+    Args:
+        entries: parameters, (name, parameter) pairs, or groups of either. The "params" of a group is replaced
+            by a list, so that a generator can be read again.
+        replicas: the ranks of replicated plain tensors.
+    """
+    tensors = [tensor for tensor in _tensors(entries) if not tensor.is_meta]
+    device = local_tensor(tensors[0]).device if tensors else torch.device("cpu")
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
+            return mesh_group(tensor.device_mesh), device
+    return replicas, device
+
+
+def check_same_ranks(parameter: Tensor, name: str, group: Group) -> None:
+    """Raises ValueError where a DTensor lies on other ranks than the rest of the optimizer."""
+    if not isinstance(parameter, DTensor):
+        return
+    ranks = sorted(parameter.device_mesh.mesh.flatten().tolist())
+    if len(ranks) > 1 and ranks != sorted(group.ranks):
+        raise ValueError(
+            f"{name} lies on {parameter.device_mesh}, ranks {ranks}, while other parameters of this optimizer "
+            f"lie on ranks {sorted(group.ranks)}: use one optimizer for each set of ranks"
+        )
+
+
+def check_same_group(given: ProcessGroupLike, replicas: Group, group: Group) -> None:
+    """Raises ValueError where the `group` given for plain tensors has other ranks than the DTensors."""
+    if replicas.size > 1 and sorted(replicas.ranks) != sorted(group.ranks):
+        raise ValueError(
+            f"group={given} has ranks {sorted(replicas.ranks)}, while the DTensor parameters of this optimizer "
+            f"lie on ranks {sorted(group.ranks)}: both must have the same ranks"
+        )
+
+
+def listed(parameters: Tensor | Iterable[Any]) -> list[Any]:
+    """A parameter, or parameters given in any iterable, as a list."""
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _tensors(entries: Iterable[Any]) -> Iterator[Tensor]:
+    for entry in entries:
+        if isinstance(entry, Tensor):
+            yield entry
+        elif isinstance(entry, tuple) and len(entry) == 2:
+            yield from _tensors([entry[1]])
+        elif isinstance(entry, dict):
+            entry["params"] = listed(entry.get("params", []))
+            yield from _tensors(entry["params"])
