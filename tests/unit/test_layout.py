@@ -19,9 +19,7 @@ def fake_group(rank: int, size: int) -> SoloGroup:
     return SoloGroup(rank, size, tuple(range(size)))
 
 
-def layout_of(
-    holders: Holders, rank: int, size: int, other_side: int, axis: Axis = Axis.ROWS
-) -> Layout:
+def layout_of(holders: Holders, rank: int, size: int, other_side: int, axis: Axis = Axis.ROWS) -> Layout:
     """The layout, seen from `rank`, where each rank holds the rows (or columns) that `holders` says."""
     segments = []
     for each in range(size):
@@ -129,10 +127,7 @@ ROW_CASES = [
     pytest.param(chunk_holders(2, 10, 4), 4, id="uneven"),
     pytest.param(chunk_holders(2, 2, 4), 4, id="fewer rows than ranks"),
     pytest.param([[0, 1, 2, 3] * 2, [3, 3, 2, 2, 1, 1, 0, 0]], 4, id="strided"),
-    *(
-        pytest.param(random_holders(seed, 3, 13, 4), 4, id=f"random {seed}")
-        for seed in range(6)
-    ),
+    *(pytest.param(random_holders(seed, 3, 13, 4), 4, id=f"random {seed}") for seed in range(6)),
 ]
 
 

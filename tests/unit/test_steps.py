@@ -1,7 +1,7 @@
 """Cooperative steps: results, order, overlap, the limit of stages in flight, and errors."""
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -100,7 +100,7 @@ def test_limit_turns_and_order_for_many_lengths(in_flight: int) -> None:
             assert entry == f"{name}{running[name] - 1}"
             assert len(running) <= in_flight
         assert started == ["a", "b", "c", "d"]
-        for earlier, later in zip(trace, trace[1:], strict=False):
+        for earlier, later in pairwise(trace):
             if earlier[0] == later[0] and not later.endswith("ended"):  # nobody else was in flight
                 assert _unfinished(trace, later, in_flight) == {later[0]}
 

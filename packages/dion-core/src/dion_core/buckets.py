@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dion_core.builtin import LocalExchange, ReplicatedExchange
 from dion_core.collectives import Group
@@ -41,10 +42,22 @@ class Member:
     group: Mapping[str, Any]
     number: int
 
-    @property
     def gradient(self) -> Tensor | None:
-        """This rank's part of the gradient, or None."""
-        return None if self.parameter.grad is None else local_tensor(self.parameter.grad)
+        """This rank's part of the gradient, or None.
+
+        Raises:
+            ValueError: the gradient is sparse.
+        """
+        parameter, gradient = self.parameter, self.parameter.grad
+        if gradient is None:
+            return None
+        if gradient.layout is not torch.strided:
+            raise ValueError(f"{self.name}: a gradient of layout {gradient.layout} is not supported, only strided ones")
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            # A replicated parameter may have a gradient that is still to be summed over the ranks.
+            if gradient.placements != parameter.placements:
+                gradient = gradient.redistribute(placements=parameter.placements)
+        return local_tensor(gradient)
 
 
 @dataclass
@@ -79,6 +92,10 @@ class MatrixBucket:
         """(N,) int64: the members' numbers among all parameters."""
         return torch.tensor([member.number for member in self.members], device=self.bucket.device)
 
+    def gradients(self, presence: Presence) -> list[Tensor | None]:
+        """This rank's gradients of the N matrices."""
+        return [presence.gradients[member.number] for member in self.members]
+
     def active(self, presence: Presence) -> Tensor:
         """(N,) bool: which matrices are updated in this step."""
         return presence.active.to(self.bucket.device)[self.numbers]
@@ -103,10 +120,20 @@ class _Draft:
     selector: Selector
     wire_dtype: torch.dtype
 
-    def key(self, state_dtype: torch.dtype) -> Hashable:
+    @property
+    def key(self) -> Hashable:
+        """What matrices of one bucket have in common."""
         tensor = self.member.parameter
-        gradient_free = (tensor.dtype, tensor.device, state_dtype, self.wire_dtype, type(tensor))
-        return (id(self.member.group), self.layout, gradient_free)
+        momentum = momentum_dtype(tensor, self.member.group)
+        return (
+            id(self.member.group),
+            self.layout,
+            tensor.dtype,
+            tensor.device,
+            type(tensor),
+            momentum,
+            self.wire_dtype,
+        )
 
     @property
     def cost(self) -> int:
@@ -154,8 +181,7 @@ def make_buckets(
     owners, loads = assign_owners([draft.cost for draft in drafts], [draft.layout.group for draft in drafts])
     by_key: dict[Hashable, list[tuple[_Draft, int]]] = {}
     for draft, owner in zip(drafts, owners, strict=True):
-        state = momentum_dtype(draft.member.parameter, draft.member.group)
-        by_key.setdefault(draft.key(state), []).append((draft, owner))
+        by_key.setdefault(draft.key, []).append((draft, owner))
     buckets = [_bucket(entries, rule) for entries in by_key.values()]
     buckets.sort(key=lambda bucket: not needs_transport(bucket.bucket.layout))
     if choice is not None:

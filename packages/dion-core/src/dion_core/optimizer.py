@@ -82,7 +82,7 @@ class MatrixOptimizer(Optimizer):
                 loss = closure()
         plan = self._current_plan()
         presence = Presence(
-            [member.gradient for member in plan.members],
+            [member.gradient() for member in plan.members],
             self._group,
             self._device,
             skip_nonfinite=self._nonfinite == "skip",
@@ -212,7 +212,7 @@ class MatrixOptimizer(Optimizer):
     def _step_elementwise(self, members: Sequence[Member], presence: Presence) -> None:
         options = members[0].group
         parameters = [local_tensor(member.parameter) for member in members]
-        gradients = [member.gradient for member in members]
+        gradients = [presence.gradients[member.number] for member in members]
         states = [_local_state(self.state[member.parameter]) for member in members]
         active = [presence.masks[member.number].to(parameters[0].device) for member in members]
         common = {key: options[key] for key in ("lr", "betas", "weight_decay", "maximize")}

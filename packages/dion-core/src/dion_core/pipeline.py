@@ -30,8 +30,7 @@ BUCKETS_IN_FLIGHT = 2
 
 def step_matrices(plan: Plan, state: State, presence: Presence) -> None:
     """Updates the matrix parameters and their state in place. Collective; no value is read on the host."""
-    # With "rows" the flag is constant, so that accumulating need not wait for the reduction.
-    scores = [_accumulate(bucket, state, presence.proceed) for bucket in plan.buckets]
+    scores = [_accumulate(bucket, state, presence) for bucket in plan.buckets]
     known = _gather_scores(plan.buckets, scores)
     selections = [
         bucket.selector.select(score, bucket.tables, bucket.active(presence))
@@ -46,13 +45,12 @@ def step_matrices(plan: Plan, state: State, presence: Presence) -> None:
     interleave(stages, in_flight=BUCKETS_IN_FLIGHT)
 
 
-def _accumulate(bucket: MatrixBucket, state: State, proceed: Tensor) -> Tensor:
-    gradients = [member.gradient for member in bucket.members]
+def _accumulate(bucket: MatrixBucket, state: State, presence: Presence) -> Tensor:
     scores, left_out = accumulate_(
         _local(bucket, state, "momentum"),
-        gradients,
+        bucket.gradients(presence),
         maximize=bucket.options["maximize"],
-        proceed=proceed.to(bucket.bucket.device),
+        proceed=presence.proceed.to(bucket.bucket.device),
     )
     bucket.nonfinite += left_out.sum()
     return scores
@@ -94,7 +92,7 @@ def _move_and_apply(bucket: MatrixBucket, chosen: RowSelection, state: State, pr
     rows = bucket.exchange.reserve(selection)
     take_and_decay_(
         _local(bucket, state, "momentum"),
-        [member.gradient for member in bucket.members],
+        bucket.gradients(presence),
         selection,
         rows,
         decay=options["momentum"],

@@ -17,7 +17,7 @@ from dion_core.collectives import Group, Handle
 
 
 class Presence:
-    """The flags of one step, on their way between the ranks. P parameters."""
+    """The gradients of one step, and the flags of the P parameters on their way between the ranks."""
 
     def __init__(
         self, gradients: Sequence[Tensor | None], group: Group, device: torch.device, *, skip_nonfinite: bool
@@ -30,6 +30,7 @@ class Presence:
             device: of the flags.
             skip_nonfinite: whether one non-finite value anywhere makes all ranks skip the step.
         """
+        self.gradients = gradients
         self._skip_nonfinite = skip_nonfinite
         self._device = device
         flags = [0.0 if gradient is None else 1.0 for gradient in gradients]
@@ -39,7 +40,6 @@ class Presence:
             if bad:
                 self._flags[-1] = torch.stack([flag.to(device) for flag in bad]).any()
         self._handle: Handle = group.all_reduce(self._flags, "max")
-        self._here = [gradient is not None for gradient in gradients]
 
     @cached_property
     def _agreed(self) -> Tensor:
@@ -68,4 +68,4 @@ class Presence:
         """P 0-dim fp32 masks; one shared object for all parameters that have a gradient on this rank."""
         proceed = self.proceed.float()
         masks = self.active.float().unbind()
-        return [proceed if here else mask for here, mask in zip(self._here, masks, strict=True)]
+        return [mask if g is None else proceed for g, mask in zip(self.gradients, masks, strict=True)]

@@ -184,4 +184,4 @@ def update_(
         decayed = weight * (1 - decay)
         if cautious:
             decayed = torch.where(update.sign() * weight.sign() > 0, decayed, weight)
-        parameter.copy_(torch.where(active[matrix], decayed - update, weight))
+        parameter.copy_(torch.where(active[matrix], (decayed - update).to(parameter.dtype), parameter))
