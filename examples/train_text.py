@@ -3,8 +3,8 @@
     python examples/train_text.py [--text FILE] [--steps 100] [--world-size 4] [--transports full,local] ...
 
 This file is the part that a training program of one's own would hold: build the model, shard it, sort its
-parameters into groups, make the optimizer, loop, evaluate. What surrounds it (text, processes, display, report)
-is in text_demo/. All runs start from the same weights and see the same batches, so that their curves compare.
+parameters into groups, make the optimizer, loop, evaluate. The rest (text, processes, display, report) is in
+text_demo/. All runs start from the same weights and see the same batches, so that their curves compare.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Attention(nn.Module):
         self.register_buffer("sine", angle.sin(), persistent=False)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Turns pairs of channels by an angle that grows with the position; x: (batch, heads, length, channels)."""
+        """Turns pairs of channels by an angle that grows with position; x: (batch, heads, length, channels)."""
         length = x.shape[-2]
         cosine, sine = self.cosine[:length], self.sine[:length]
         first, second = x.chunk(2, dim=-1)
@@ -54,9 +54,7 @@ class Attention(nn.Module):
             project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
-        attended = functional.scaled_dot_product_attention(
-            self.rotate(query), self.rotate(key), value, is_causal=True
-        )
+        attended = functional.scaled_dot_product_attention(self.rotate(query), self.rotate(key), value, is_causal=True)
         mixed: Tensor = self.output(attended.transpose(1, 2).flatten(-2))
         return mixed
 

@@ -180,7 +180,7 @@ def _rank_main(
         distributed.destroy_process_group()
         sender.send(_Finished())
     except Exception:
-        # Then wait to be ended: leaving would close connections, and what the other ranks say about that would
+        # Then wait to be ended: leaving would close connections, and what other ranks say about that would
         # hide the cause.
         sender.send(_Failure(rank, traceback.format_exc()))
         threading.Event().wait()

@@ -131,8 +131,8 @@ def render_page(settings: Settings, results: Sequence[RunResult], unigram_entrop
         return "\n".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
     introduction = (
-        "A small GPT on bytes, trained from the same weights on the same batches by NorDion2, once per transport,"
-        " and by AdamW. Runs that choose the same rows take the same steps, so their curves lie on each other."
+        "A small GPT on bytes, trained from the same weights on the same batches by NorDion2, once per"
+        " transport, and by AdamW. Runs that choose the same rows take the same steps: their curves coincide."
     )
     return PAGE.format(
         title=html.escape(f"NorDion2 on {settings.text_name}"),

@@ -103,8 +103,6 @@ def _learning(results: Sequence[RunResult], unigram_entropy: float) -> str:
     above = [result for result in results if not result.bits_per_byte < unigram_entropy]  # also catches NaN
     if not above:
         worst = max(result.bits_per_byte for result in results)
-        return (
-            f"Every run fell below the text's unigram entropy: {worst:.3f} < {unigram_entropy:.3f} bits per byte."
-        )
+        return f"Every run fell below the text's unigram entropy: {worst:.3f} < {unigram_entropy:.3f} bits per byte."
     shown = ", ".join(f"{result.run.name} {result.bits_per_byte:.3f}" for result in above)
     return f"NOT below the text's unigram entropy of {unigram_entropy:.3f} bits per byte: {shown}."

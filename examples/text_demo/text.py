@@ -60,7 +60,7 @@ class Corpus:
     def training_batches(
         self, batch_size: int, *, rank: int, world_size: int, seed: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless (inputs, targets), each (batch_size / world_size, context) int64: this rank's part of a batch.
+        """Endless (inputs, targets), each (batch_size / world_size, context) int64: a rank's part of a batch.
 
         Every rank draws the same positions and takes its own slice of them, so that the batches that all
         ranks together see depend on the seed only, neither on the number of ranks nor on the optimizer.

@@ -53,10 +53,10 @@ class Member:
             return None
         if gradient.layout is not torch.strided:
             raise ValueError(f"{self.name}: a gradient of layout {gradient.layout} is not supported, only strided ones")
-        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        placements = parameter.placements if isinstance(parameter, DTensor) else None
+        if isinstance(gradient, DTensor) and gradient.placements != placements:
             # A replicated parameter may have a gradient that is still to be summed over the ranks.
-            if gradient.placements != parameter.placements:
-                gradient = gradient.redistribute(placements=parameter.placements)
+            gradient = gradient.redistribute(placements=placements)
         return local_tensor(gradient)
 
 
@@ -123,17 +123,9 @@ class _Draft:
     @property
     def key(self) -> Hashable:
         """What matrices of one bucket have in common."""
-        tensor = self.member.parameter
-        momentum = momentum_dtype(tensor, self.member.group)
-        return (
-            id(self.member.group),
-            self.layout,
-            tensor.dtype,
-            tensor.device,
-            type(tensor),
-            momentum,
-            self.wire_dtype,
-        )
+        tensor, group = self.member.parameter, self.member.group
+        dtypes = (tensor.dtype, momentum_dtype(tensor, group), self.wire_dtype)
+        return (id(group), self.layout, type(tensor), tensor.device, dtypes)
 
     @property
     def cost(self) -> int:

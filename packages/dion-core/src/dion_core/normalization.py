@@ -15,7 +15,7 @@ from torch import Tensor
 from dion_core.collectives import split
 from dion_core.layout import Axis
 from dion_core.packing import compact
-from dion_core.rows import Rows, RowSelection, sums_of_squares
+from dion_core.rows import Rows, RowSelection, accumulation_dtype, sums_of_squares
 from dion_core.steps import Steps
 from dion_core.transport import Bucket
 
@@ -55,7 +55,8 @@ class NoNormalizer:
         *,
         beta2: float | Tensor,
     ) -> Steps[Tensor]:
-        return torch.ones(selection.index.shape, device=rows.values.device)
+        dtype = accumulation_dtype(rows.values.dtype)
+        return torch.ones(selection.index.shape, dtype=dtype, device=rows.values.device)
         yield
 
 
