@@ -20,7 +20,10 @@ from torch import Tensor
 
 from dion_core.collectives import split
 from dion_core.layout import Axis
-from dion_core.transport import Bucket
+from dion_core.newton_schulz import Orthogonalizer
+from dion_core.rows import Rows, RowSelection
+from dion_core.steps import Steps
+from dion_core.transport import Bucket, Exchange, Traffic
 
 SlotRule = Callable[[int, int], int]
 """How many slots (rank, matrix) has."""
@@ -43,7 +46,7 @@ class SlotPlan:
         return self.bucket.owned(self.rank)
 
     def rows_between(self, source: int, owner: int) -> int:
-        """How many slots rank `source` sends to rank `owner`."""
+        """How many rows rank `source` sends to rank `owner`: its slots of the matrices owned there."""
         return sum(self.slots(source, matrix) for matrix in self.bucket.owned(owner))
 
     def elements_sent(self) -> list[int]:
@@ -59,31 +62,36 @@ class SlotPlan:
     @cached_property
     def num_slots(self) -> int:
         """S: rows of this rank's send buffer."""
-        return sum(self.slots(self.rank, matrix) for matrix in range(self.bucket.num_matrices))
+        return sum(self.rows_between(self.rank, owner) for owner in self._ranks)
 
     @cached_property
     def slot(self) -> Tensor:
         """(N, K) int64: the slot of every offered row; row S where the rank has fewer slots than K."""
         bucket = self.bucket
         most = max((bucket.offered(self.rank, m) for m in range(bucket.num_matrices)), default=0)
-        table = torch.full((bucket.num_matrices, most), self.num_slots)
-        start = 0
+        first, used = [0] * bucket.num_matrices, [0] * bucket.num_matrices
+        chunk = 0
         for owner in self._ranks:
+            row = chunk
             for matrix in bucket.owned(owner):
-                used = min(self.slots(self.rank, matrix), most)
-                table[matrix, :used] = torch.arange(start, start + used)
-                start += self.slots(self.rank, matrix)
-        return table.to(bucket.device)
+                first[matrix], used[matrix] = row, self.slots(self.rank, matrix)
+                row += used[matrix]
+            chunk += self.rows_between(self.rank, owner)
+        starts, ends = torch.tensor([first, used], device=bucket.device).view(2, -1, 1)
+        place = torch.arange(most, device=bucket.device)
+        return torch.where(place < ends, starts + place, self.num_slots)
 
     @cached_property
     def start(self) -> Tensor:
         """(W, B) int64: the row of the receive buffer where every sender's slots of an owned matrix start."""
         table = torch.zeros(len(self._ranks), len(self.owned), dtype=torch.int64)
-        row = 0
+        chunk = 0
         for source in self._ranks:
+            row = chunk
             for place, matrix in enumerate(self.owned):
                 table[source, place] = row
                 row += self.slots(source, matrix)
+            chunk += self.rows_between(source, self.rank)
         return table.to(self.bucket.device)
 
     @property
@@ -177,3 +185,45 @@ class ColumnAssembly:
 def assembly(plan: SlotPlan) -> Assembly:
     """The assembly that fits the axis that is split."""
     return ColumnAssembly(plan) if plan.bucket.layout.axis is Axis.COLUMNS else RowAssembly(plan)
+
+
+class SlotExchange(Exchange):
+    """Rows in slots whose places a `SlotPlan` gives; the owner takes the used ones, by the counts.
+
+    One all-to-all takes the rows to the owners and one takes the results back. A transport sets `plan` once, or
+    anew in each step before rows are reserved.
+    """
+
+    def __init__(self, bucket: Bucket, plan: SlotPlan) -> None:
+        self.bucket = bucket
+        self.plan = plan
+
+    def reserve(self, selection: RowSelection) -> Rows:
+        bucket = self.bucket
+        columns = bucket.layout.columns(bucket.layout.group.rank)
+        # One row more than is sent takes what has no slot.
+        values = torch.empty(self.plan.num_slots + 1, columns, dtype=bucket.dtype, device=bucket.device)
+        return Rows(values, self.plan.slot)
+
+    def orthogonalize(
+        self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer
+    ) -> Steps[Rows]:
+        group, whole = self.bucket.layout.group, assembly(self.plan)
+        sent, received = self.plan.elements_sent(), self.plan.elements_received()
+        arrived = rows.values.new_empty(sum(received))
+        handle = group.all_to_all(arrived, rows.values[:-1].flatten(), received, sent)
+        yield
+        handle.wait()
+        matrices = whole.assemble(arrived, selection.count_by_rank)
+        results = whole.disassemble(orthogonalizer(matrices), selection.count_by_rank)
+        returned = torch.empty_like(rows.values)
+        handle = group.all_to_all(returned[:-1].flatten(), results, sent, received)
+        yield
+        handle.wait()
+        return Rows(returned, rows.slot)
+
+    def traffic(self) -> Traffic:
+        size = torch.empty(0, dtype=self.bucket.dtype).element_size()
+        forward = tuple(count * size for count in self.plan.elements_sent())
+        back = tuple(count * size for count in self.plan.elements_received())
+        return Traffic(forward, back, collectives=2)

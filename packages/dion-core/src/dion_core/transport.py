@@ -122,10 +122,11 @@ class Exchange(ABC):
         """The planned traffic of one step."""
 
 
-class Session(ABC):
+class Session:
     """A transport opened for all buckets of one optimizer; `exchanges` are in the order of the buckets."""
 
-    exchanges: Sequence[Exchange]
+    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+        self.exchanges = exchanges
 
     def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
         """Called once a step with the choice of every bucket, before anything is admitted."""
