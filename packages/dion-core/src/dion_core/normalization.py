@@ -117,14 +117,17 @@ def _over_rows(values: Tensor, selection: RowSelection, bucket: Bucket) -> Steps
         return values.sum(dim=2)
     group, num_matrices = layout.group, bucket.num_matrices
     slots = [max(bucket.offered(rank, matrix) for matrix in range(num_matrices)) for rank in range(group.size)]
-    lengths = [2 * num_matrices * count for count in slots]
+    # The counts travel along: how many rows another rank was admitted is known to that rank alone.
+    message = torch.cat([selection.count.to(values.dtype), values.flatten()])
+    lengths = [num_matrices * (1 + 2 * count) for count in slots]
     gathered = values.new_empty(sum(lengths))
     pieces = split(gathered, lengths)
-    handle = group.all_gather(pieces, values.flatten())
+    handle = group.all_gather(pieces, message)
     yield
     handle.wait()
-    by_row = torch.cat([piece.view(2, num_matrices, -1) for piece in pieces], dim=2)
+    count_by_rank = torch.stack([piece[:num_matrices] for piece in pieces]).long()
+    by_row = torch.cat([piece[num_matrices:].view(2, num_matrices, -1) for piece in pieces], dim=2)
     # Every rank holds its first count values; compacted they stand in global row order, whatever W is.
     ends = torch.tensor([0, *slots[:-1]], device=values.device).cumsum(0)
-    source, valid = compact(selection.count_by_rank, ends[:, None].expand(-1, num_matrices), bucket.total_rows)
+    source, valid = compact(count_by_rank, ends[:, None].expand(-1, num_matrices), bucket.total_rows)
     return torch.where(valid, by_row.gather(2, source.expand(2, -1, -1)), 0).sum(dim=2)

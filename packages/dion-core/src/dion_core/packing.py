@@ -122,6 +122,19 @@ def compact(count: Tensor, start: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return torch.where(valid, source, 0), valid
 
 
+def collect(rows: Tensor, source: Tensor, valid: Tensor) -> Tensor:
+    """(B, T, C) matrices in fresh storage: row source[b, t] of `rows` (S, C) where valid (B, T), else zeros."""
+    matrices = rows.index_select(0, source.flatten()).view(*source.shape, rows.shape[1])
+    return matrices.masked_fill_(~valid[:, :, None], 0)
+
+
+def spread(matrices: Tensor, place: Tensor, valid: Tensor, num_rows: int) -> Tensor:
+    """The reverse: flat (num_rows * C,) rows, row place[b, t] from (B, T, C) `matrices` where valid, else unset."""
+    rows = matrices.new_empty(num_rows + 1, matrices.shape[2])  # the last one takes what is not valid
+    rows.index_copy_(0, torch.where(valid, place, num_rows).flatten(), matrices.flatten(0, 1))
+    return rows[:num_rows].flatten()
+
+
 class Assembly(Protocol):
     """Turns what an owner received into whole matrices, and results into what it sends back."""
 
@@ -139,21 +152,11 @@ class RowAssembly:
     plan: SlotPlan
 
     def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
-        bucket = self.plan.bucket
-        columns = bucket.shape[1]
-        source, valid = self._source(count_by_rank)
-        matrices = received.view(-1, columns).index_select(0, source.flatten())
-        matrices = matrices.view(len(self.plan.owned), bucket.total_rows, columns)
-        return matrices.masked_fill_(~valid[:, :, None], 0)
+        return collect(received.view(-1, self.plan.bucket.shape[1]), *self._source(count_by_rank))
 
     def disassemble(self, matrices: Tensor, count_by_rank: Tensor) -> Tensor:
-        num_slots = sum(self.plan.rows_between(rank, self.plan.rank) for rank in range(len(count_by_rank)))
-        columns = self.plan.bucket.shape[1]
-        source, valid = self._source(count_by_rank)
-        rows = matrices.new_empty(num_slots + 1, columns)  # the last one takes what is not valid
-        place = torch.where(valid, source, num_slots)
-        rows.index_copy_(0, place.flatten(), matrices.reshape(-1, columns))
-        return rows[:num_slots].flatten()
+        num_rows = sum(self.plan.rows_between(rank, self.plan.rank) for rank in range(len(count_by_rank)))
+        return spread(matrices, *self._source(count_by_rank), num_rows)
 
     def _source(self, count_by_rank: Tensor) -> tuple[Tensor, Tensor]:
         owned = count_by_rank[:, list(self.plan.owned)]

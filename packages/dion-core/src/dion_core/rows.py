@@ -32,12 +32,15 @@ class RowSelection:
         index: (N, K) int64, local row numbers. The first count[n] of matrix n are chosen, ascending; what
             follows names rows that were not chosen, none twice.
         count: (N,) int64, how many rows of each matrix this rank offers.
-        count_by_rank: (W, N) int64, the same for every rank; alike on all ranks.
+        count_by_rank: (W, N) int64, how many rows each rank has chosen; alike on all ranks.
+        ratio: (N, K), the score of each row of `index` over the lowest score chosen of its matrix, which makes
+            rows of different matrices comparable.
     """
 
     index: Tensor
     count: Tensor
     count_by_rank: Tensor
+    ratio: Tensor
 
     def valid(self) -> Tensor:
         """(N, K) bool: which entries of `index` are chosen rows."""

@@ -63,7 +63,8 @@ class AllRows:
     def select(self, scores: Tensor, tables: RowTables, active: Tensor) -> RowSelection:
         num_matrices, rows = scores.shape
         index = torch.arange(rows, device=scores.device).expand(num_matrices, rows)
-        return _selection(index, tables.num_rows * active, tables.layout.group.rank)
+        count_by_rank = tables.num_rows * active
+        return RowSelection(index, count_by_rank[tables.layout.group.rank], count_by_rank, torch.ones_like(scores))
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ class LocalRows:
         order = torch.where(here, scores, -torch.inf).argsort(dim=1, descending=True, stable=True)
         wanted = torch.arange(scores.shape[1], device=scores.device) < count[:, None]
         chosen = torch.zeros_like(wanted).scatter_(1, order, wanted)
-        return _selection(_chosen_first(chosen)[:, :most], count_by_rank, layout.group.rank)
+        index = _chosen_first(chosen)[:, :most]
+        return RowSelection(index, count, count_by_rank, torch.ones(index.shape, device=index.device))
 
 
 @dataclass(frozen=True)
@@ -125,11 +127,12 @@ class GlobalRows:
         best = scores.argsort(dim=1, descending=True, stable=True)[:, : self.total(layout, 0)]
         chosen = torch.zeros(num_matrices, rows, dtype=torch.bool, device=scores.device)
         chosen.scatter_(1, best, active[:, None].expand(best.shape))
-        nowhere = chosen.new_zeros(1)
-        here = torch.cat([chosen.flatten(), nowhere])[tables.position]
-        most = min(self.total(layout, 0), here.shape[1])
+        ratio = _ratio(scores, scores.gather(1, best[:, -1:]))
+        index = _chosen_first(_here(chosen, tables))[:, : self.total(layout, 0)]
         count_by_rank = _count_by_rank(chosen, tables)
-        return _selection(_chosen_first(here)[:, :most], count_by_rank, layout.group.rank)
+        return RowSelection(
+            index, count_by_rank[layout.group.rank], count_by_rank, _here(ratio, tables).gather(1, index)
+        )
 
 
 def _chosen_first(chosen: Tensor) -> Tensor:
@@ -146,8 +149,14 @@ def _count_by_rank(chosen: Tensor, tables: RowTables) -> Tensor:
     return counts.scatter_add_(1, tables.rank_of_row, chosen.long()).T.contiguous()
 
 
-def _selection(index: Tensor, count_by_rank: Tensor, rank: int) -> RowSelection:
-    return RowSelection(index, count_by_rank[rank], count_by_rank)
+def _here(whole: Tensor, tables: RowTables) -> Tensor:
+    """(N, R local): what of (N, R) values lies on this rank; zero past a matrix's last local row."""
+    return torch.cat([whole.flatten(), whole.new_zeros(1)])[tables.position]
+
+
+def _ratio(scores: Tensor, threshold: Tensor) -> Tensor:
+    """(N, R) scores over the (N, 1) threshold; 0 for scores of 0 and of rows that were left out."""
+    return torch.where(scores > 0, scores / threshold.clamp(min=0), 0)
 
 
 def whole_scores(local: Tensor, pieces: Sequence[Tensor], tables: RowTables) -> Tensor:

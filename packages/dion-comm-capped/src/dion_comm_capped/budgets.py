@@ -1,0 +1,117 @@
+"""How many rows each pair of ranks may send in a step: from a formula, or learned from the steps before.
+
+A budget is a number of rows for each bucket and pair (source, owner). All ranks know all counts, so each computes
+the same budgets at the same step without a message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dion_core.transport import Bucket
+
+Counts = tuple[int, ...]
+"""Rows by pair, for all buckets: bucket after bucket, source after source, owner after owner."""
+
+WINDOW = 16
+"""Observed steps that a learned budget looks back on."""
+RECENT = 2
+"""The newest of them, which alone decide when a shard has suddenly become hot."""
+LONG_PAIR = 200
+"""From this many rows on, a learned budget is at most `LONG_MARGIN` above the mean."""
+LONG_MARGIN = 0.15
+DEVIATIONS = 2.5
+"""Standard deviations of a Poisson count that a learned budget leaves above the mean."""
+PATIENCE = 32
+"""Steps before budgets shrink: changing them costs new buffers (and a new capture)."""
+
+
+def binomial_capacity(expected_rows: float, world_size: int) -> float:
+    """The budget over the expected rows for random scatter: 1 + 2 * sqrt((1 - 1 / W) / n).
+
+    Two standard deviations of a binomial count (Dion2 review, pooled capped transport).
+    """
+    return 1 + 2 * math.sqrt((1 - 1 / world_size) / expected_rows)
+
+
+def fixed_budgets(bucket: Bucket, capacity: float | None) -> list[list[int]]:
+    """budgets[source][owner] = ceil(c * n), n the rows expected if winners scatter at random over the ranks.
+
+    Args:
+        bucket: its owners and rows.
+        capacity: c; None takes `binomial_capacity`.
+    """
+    world_size = bucket.layout.group.size
+    budgets = []
+    for owner in range(world_size):
+        expected = len(bucket.owned(owner)) * bucket.total_rows / world_size
+        if expected:
+            factor = binomial_capacity(expected, world_size) if capacity is None else capacity
+            expected = math.ceil(factor * expected - 1e-9)
+        budgets.append(int(expected))
+    return [budgets] * world_size
+
+
+def learned_budget(mean: float) -> int:
+    """The rows to provide for a pair that needs `mean` rows on average."""
+    margin = DEVIATIONS * math.sqrt(max(mean, 1.0))
+    if mean >= LONG_PAIR:
+        margin = min(margin, LONG_MARGIN * mean)
+    return math.ceil(mean + margin)
+
+
+@dataclass
+class LearnedBudgets:
+    """Budgets that follow what the pairs needed."""
+
+    window: deque[Counts] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    budgets: Counts = ()
+    unchanged: int = 0
+
+    def observe(self, counts: Sequence[int]) -> bool:
+        """Takes in what the pairs needed in one more step; true if the budgets have changed.
+
+        They change as soon as one is too low, and after `PATIENCE` steps if they could be a tenth lower in all.
+        """
+        self.window.append(tuple(counts))
+        self.unchanged += 1
+        wanted = self._wanted()
+        if not self.budgets:
+            self.budgets = wanted
+            return True
+        too_low = any(need > budget for need, budget in zip(self._recent(), self.budgets, strict=True))
+        too_high = sum(self.budgets) > 1.1 * sum(wanted) and self.unchanged >= PATIENCE
+        if not (too_low or too_high) or wanted == self.budgets:
+            return False
+        self.budgets, self.unchanged = wanted, 0
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data from which a resumed run goes on alike."""
+        return {
+            "window": [list(counts) for counts in self.window],
+            "budgets": list(self.budgets),
+            "unchanged": self.unchanged,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+        self.window = deque((tuple(counts) for counts in state["window"]), maxlen=WINDOW)
+        self.budgets = tuple(state["budgets"])
+        self.unchanged = state["unchanged"]
+
+    def _recent(self) -> Counts:
+        newest = list(self.window)[-RECENT:]
+        return tuple(math.ceil(sum(pair) / len(newest)) for pair in zip(*newest, strict=True))
+
+    def _wanted(self) -> Counts:
+        newest = list(self.window)[-RECENT:]
+        means = [
+            max(sum(pair) / len(self.window), sum(pair[-len(newest) :]) / len(newest))
+            for pair in zip(*self.window, strict=True)
+        ]
+        return tuple(map(learned_budget, means))

@@ -1,0 +1,230 @@
+"""The capped transport: globally chosen rows in pooled messages of fixed size, without a host read.
+
+Winners of all matrices that one rank owns are packed back to back into one chunk a pair of ranks, behind a
+header with their counts, which the owner parses. What does not fit is deferred before anything is decayed: it
+keeps its momentum and wins again. Exact as long as nothing is deferred.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dion_comm_capped.admission import keep, strongest, wait_
+from dion_comm_capped.budgets import LearnedBudgets, fixed_budgets
+from dion_comm_capped.pool import Budgets, OwnerTables, PoolPlan, SenderTables
+from dion_core.layout import Axis
+from dion_core.newton_schulz import Orthogonalizer
+from dion_core.packing import SlotExchange, SlotPlan, collect, compact, spread
+from dion_core.rows import Rows, RowSelection
+from dion_core.steps import Steps
+from dion_core.transport import Bucket, Exchange, Scope, Session, Traffic, Transport
+
+DELAY = 8
+"""Steps between the copy of the counts and their use, when the copy is normally long done."""
+
+
+class PooledExchange(Exchange):
+    """The rows of one bucket in pools."""
+
+    def __init__(self, bucket: Bucket, options: Capped) -> None:
+        self.bucket = bucket
+        self._options = options
+        rows = bucket.layout.max_rows(bucket.layout.group.rank)
+        self.waited = torch.zeros(bucket.num_matrices, rows, dtype=torch.int64, device=bucket.device)
+        self._owner = torch.tensor(bucket.owners, dtype=torch.int64, device=bucket.device)
+
+    def use(self, budgets: Budgets) -> None:
+        """Takes new budgets, alike on every rank at the same step."""
+        self._plan = PoolPlan(self.bucket, budgets, self._options.always_pack)
+        self._sender, self._receiver = SenderTables(self._plan), OwnerTables(self._plan)
+
+    def admit(self, selection: RowSelection) -> RowSelection:
+        capacity, max_wait = self._sender.capacity, self._options.max_wait
+        admitted = strongest(selection, self.waited, self._owner, capacity, max_wait=max_wait)
+        wait_(self.waited, selection, admitted)
+        return keep(selection, admitted)
+
+    def reserve(self, selection: RowSelection) -> Rows:
+        sent, _ = self._plan.forward_rows()
+        # One row more than is sent takes what is not admitted.
+        values = torch.empty(sum(sent) + 1, self.bucket.shape[1], dtype=self.bucket.dtype, device=self.bucket.device)
+        return Rows(values, self._slots(selection, self._sender.forward_first, sum(sent)))
+
+    def orthogonalize(
+        self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer
+    ) -> Steps[Rows]:
+        group, columns, total = self.bucket.layout.group, self.bucket.shape[1], self.bucket.total_rows
+        self._write_header(rows.values, selection.count)
+        sent, received = ([size * columns for size in sizes] for sizes in self._plan.forward_rows())
+        # A few elements more, so that a count is read even where no pair has a header.
+        arrived = rows.values.new_empty(sum(received) + 4)
+        handle = group.all_to_all(arrived[:-4], rows.values[:-1].flatten(), received, sent)
+        yield
+        handle.wait()
+        count, before = self._read_header(arrived, selection.count_by_rank)
+        source, valid = compact(count, self._receiver.forward_first + before, total)
+        results = orthogonalizer(collect(arrived[:-4].view(-1, columns), source, valid))
+        returned_rows, sent_rows = self._plan.back_rows()
+        place, _ = compact(count, self._receiver.back_first + before, total)
+        back = spread(results, place, valid, sum(sent_rows))
+        returned = rows.values.new_empty(sum(returned_rows) + 1, columns)
+        sizes = [size * columns for size in returned_rows], [size * columns for size in sent_rows]
+        handle = group.all_to_all(returned[:-1].flatten(), back, *sizes)
+        yield
+        handle.wait()
+        return Rows(returned, self._slots(selection, self._sender.back_first, sum(returned_rows)))
+
+    def traffic(self) -> Traffic:
+        row_bytes = self.bucket.shape[1] * self.bucket.dtype.itemsize
+        sent, _ = self._plan.forward_rows()
+        _, sent_back = self._plan.back_rows()
+        forward, back = (tuple(size * row_bytes for size in sizes) for sizes in (sent, sent_back))
+        return Traffic(forward, back, collectives=2)
+
+    def _slots(self, selection: RowSelection, first: Tensor, nowhere: int) -> Tensor:
+        start = first + self._sender.offsets(selection.count)
+        place = torch.arange(selection.index.shape[1], device=start.device)
+        return torch.where(selection.valid(), start[:, None] + place, nowhere)
+
+    def _write_header(self, values: Tensor, count: Tensor) -> None:
+        """Writes the counts, bit-cast, in front of the rows; bytes are copied, so no value can become a NaN."""
+        packed = self._sender.packed
+        counts = count.to(torch.int32).view(torch.uint8).view(-1, 4)
+        # Where a pair is not packed there is no header: its count goes to the row that is not sent.
+        spare = values.shape[0] * values.shape[1] * values.element_size() - 4
+        spare_bytes = torch.arange(4, device=values.device) + spare
+        place = torch.where(packed[:, None], self._sender.header_place, spare_bytes)
+        values.view(torch.uint8).flatten().index_copy_(0, place.flatten(), counts.flatten())
+
+    def _read_header(self, arrived: Tensor, count_by_rank: Tensor) -> tuple[Tensor, Tensor]:
+        """(W, B) rows of every source and matrix, clipped so that none lies outside its chunk or matrix.
+
+        And (W, B) rows before them in the chunk, as the sender laid them out.
+        """
+        tables, owned = self._receiver, list(self._plan.owned)
+        told = arrived.view(torch.uint8)[tables.header_place.flatten()].view(torch.int32).long()
+        known = count_by_rank[:, owned]
+        told = torch.where(tables.packed, told.view(known.shape), known).clamp(0, self.bucket.max_rows)
+        end = told.cumsum(1)
+        count = end.minimum(tables.capacity).diff(dim=1, prepend=torch.zeros_like(end[:, :1]))
+        count = count.cumsum(0).clamp(max=self.bucket.total_rows).diff(dim=0, prepend=torch.zeros_like(count[:1]))
+        return count, torch.where(tables.packed, end - told, tables.slot_start)
+
+
+class CappedSession(Session):
+    """All buckets of one optimizer, and the budgets that they learn together."""
+
+    def __init__(self, buckets: Sequence[Bucket], options: Capped) -> None:
+        exchanges: list[Exchange] = []
+        for bucket in buckets:
+            if bucket.layout.axis is Axis.ROWS:
+                exchanges.append(PooledExchange(bucket, options))
+            else:  # all ranks know the same rows: nothing to pool
+                exchanges.append(SlotExchange(bucket, SlotPlan(bucket, bucket.offered)))
+        super().__init__(exchanges)
+        self._options = options
+        self._learned = LearnedBudgets()
+        self._copies: deque[_Copy] = deque()
+        if options.capacity != "learned":
+            pinned = None if options.capacity == "binomial" else options.capacity
+            for exchange in self._pooled:
+                exchange.use(fixed_budgets(exchange.bucket, pinned))
+
+    def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
+        pooled = [
+            (exchange, selection)
+            for exchange, selection in zip(self.exchanges, selections, strict=True)
+            if isinstance(exchange, PooledExchange)
+        ]
+        if pooled and self._options.capacity == "learned":
+            self._learn(torch.cat([_by_pair(exchange, selection).flatten() for exchange, selection in pooled]))
+        return
+        yield
+
+    def _learn(self, needed: Tensor) -> None:
+        if not self._learned.budgets:  # the first step: the one host read
+            self._learned.observe(needed.tolist())
+            self._apply()
+            return
+        self._copies.append(_Copy(needed))
+        if len(self._copies) > DELAY and self._learned.observe(self._copies.popleft().values()):
+            self._apply()
+
+    def _apply(self) -> None:
+        budgets = list(self._learned.budgets)
+        for exchange in self._pooled:
+            size = exchange.bucket.layout.group.size
+            of_bucket, budgets = budgets[: size * size], budgets[size * size :]
+            exchange.use([of_bucket[rank * size : (rank + 1) * size] for rank in range(size)])
+
+    @property
+    def _pooled(self) -> list[PooledExchange]:
+        return [exchange for exchange in self.exchanges if isinstance(exchange, PooledExchange)]
+
+
+class _Copy:
+    """Counts on their way to the host."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = counts
+        if counts.is_cuda:
+            self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self._host.copy_(counts, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def values(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[int] = self._host.tolist()
+        return values
+
+
+def _by_pair(exchange: PooledExchange, selection: RowSelection) -> Tensor:
+    """(W, W) int64: rows chosen by source and owner."""
+    count = selection.count_by_rank
+    pairs = count.new_zeros(len(count), len(count))
+    return pairs.index_add_(1, exchange._owner, count)
+
+
+@dataclass(frozen=True)
+class Capped(Transport):
+    """`capped`: exact global choice at the price of local, in messages of fixed size.
+
+    Attributes:
+        capacity: "learned" follows what every pair of ranks needed; "binomial" provides for random scatter; a
+            float >= 1 provides that many times what random scatter needs on average.
+        on_overflow: "defer" leaves what does not fit to a later step.
+        max_wait: from how many steps on a deferred row goes first.
+        always_pack: pack pools even where all slots would be shorter (for tests).
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    capacity: float | Literal["learned", "binomial"] = "learned"
+    max_wait: int = 8
+    always_pack: bool = False
+
+    scopes: ClassVar[frozenset[Scope]] = frozenset({"global"})
+    default_scope: ClassVar[Scope] = "global"
+    axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
+
+    def __post_init__(self) -> None:
+        if isinstance(self.capacity, str):
+            if self.capacity not in ("learned", "binomial"):
+                raise ValueError(f"capacity={self.capacity!r} is not allowed: 'learned', 'binomial' or a number >= 1")
+        elif not self.capacity >= 1:
+            raise ValueError(f"capacity={self.capacity!r} is not allowed: 'learned', 'binomial' or a number >= 1")
+        if self.max_wait < 1:
+            raise ValueError(f"max_wait={self.max_wait!r} is not allowed: at least 1 step")
+
+    def open(self, buckets: Sequence[Bucket]) -> Session:
+        return CappedSession(buckets, self)
