@@ -1,10 +1,9 @@
-"""Which winners go when a pool has too few slots, and how long the others have waited.
+"""Which winners go when a pool has too few slots.
 
 Order: rows that have waited `max_wait` steps or more, oldest first; then the highest ratio of score to
-threshold (scores of different matrices are not comparable as they are); then the lower row. A refused row
-keeps its momentum whole, so that it wins again; it waits until it is applied.
+threshold (scores of different matrices are not comparable as they are); then the lower row.
 
-Legend: N matrices, R local rows, K slots a matrix, W ranks.
+Legend: N matrices, K slots a matrix, W ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +16,11 @@ from torch import Tensor
 from dion_core.rows import RowSelection
 
 
-def strongest(
-    selection: RowSelection, waited: Tensor, owner: Tensor, capacity: Tensor, *, max_wait: int
-) -> Tensor:
+def strongest(selection: RowSelection, owner: Tensor, capacity: Tensor, *, max_wait: int) -> Tensor:
     """(N, K) bool: the entries of the selection that their owner's pool has room for.
 
     Args:
         selection: the winners of this rank.
-        waited: (N, R) int64, how many steps each row has waited.
         owner: (N,) int64, the owner of each matrix.
         capacity: (W,) int64, rows that this rank can send to each owner.
         max_wait: from how many steps on a row goes first.
@@ -32,7 +28,7 @@ def strongest(
     valid = selection.valid()
     # Slot by slot, so that among equals no matrix stands before the others.
     ratio = selection.ratio.T.flatten()
-    age = waited.gather(1, selection.index).T.flatten()
+    age = selection.age.T.flatten()
     overdue = torch.where(age >= max_wait, age, 0)
     pool = torch.where(valid, owner[:, None], len(capacity)).T.flatten()
     order = ratio.argsort(descending=True, stable=True)
@@ -54,18 +50,6 @@ def keep(selection: RowSelection, admitted: Tensor) -> RowSelection:
         selection,
         index=selection.index.gather(1, first),
         ratio=selection.ratio.gather(1, first),
+        age=selection.age.gather(1, first),
         count=admitted.sum(dim=1),
     )
-
-
-def wait_(waited: Tensor, selection: RowSelection, admitted: Tensor) -> None:
-    """Updates (N, R) waiting times: refused rows and those that wait already by one step, applied ones to 0.
-
-    A matrix that takes no part in the step is left as it is.
-    """
-    took_part = (selection.count_by_rank.sum(dim=0) > 0)[:, None]
-    valid = selection.valid()
-    refused = torch.zeros_like(waited, dtype=torch.bool).scatter_(1, selection.index, valid & ~admitted)
-    applied = torch.zeros_like(waited, dtype=torch.bool).scatter_(1, selection.index, valid & admitted)
-    longer = waited + (refused | (waited > 0))
-    waited.copy_(torch.where(took_part, torch.where(applied, 0, longer), waited))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dion_comm_capped.admission import keep, strongest, wait_
+from dion_comm_capped.admission import keep, strongest
 from dion_comm_capped.budgets import LearnedBudgets, fixed_budgets
 from dion_comm_capped.pool import Budgets, OwnerTables, PoolPlan, SenderTables
 from dion_core.layout import Axis
@@ -35,9 +35,7 @@ class PooledExchange(Exchange):
     def __init__(self, bucket: Bucket, options: Capped) -> None:
         self.bucket = bucket
         self._options = options
-        rows = bucket.layout.max_rows(bucket.layout.group.rank)
-        self.waited = torch.zeros(bucket.num_matrices, rows, dtype=torch.int64, device=bucket.device)
-        self._owner = torch.tensor(bucket.owners, dtype=torch.int64, device=bucket.device)
+        self.owner = torch.tensor(bucket.owners, dtype=torch.int64, device=bucket.device)
 
     def use(self, budgets: Budgets) -> None:
         """Takes new budgets, alike on every rank at the same step."""
@@ -46,9 +44,7 @@ class PooledExchange(Exchange):
 
     def admit(self, selection: RowSelection) -> RowSelection:
         capacity, max_wait = self._sender.capacity, self._options.max_wait
-        admitted = strongest(selection, self.waited, self._owner, capacity, max_wait=max_wait)
-        wait_(self.waited, selection, admitted)
-        return keep(selection, admitted)
+        return keep(selection, strongest(selection, self.owner, capacity, max_wait=max_wait))
 
     def reserve(self, selection: RowSelection) -> Rows:
         sent, _ = self._plan.forward_rows()
@@ -56,9 +52,7 @@ class PooledExchange(Exchange):
         values = torch.empty(sum(sent) + 1, self.bucket.shape[1], dtype=self.bucket.dtype, device=self.bucket.device)
         return Rows(values, self._slots(selection, self._sender.forward_first, sum(sent)))
 
-    def orthogonalize(
-        self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer
-    ) -> Steps[Rows]:
+    def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
         group, columns, total = self.bucket.layout.group, self.bucket.shape[1], self.bucket.total_rows
         self._write_header(rows.values, selection.count)
         sent, received = ([size * columns for size in sizes] for sizes in self._plan.forward_rows())
@@ -147,6 +141,23 @@ class CappedSession(Session):
         return
         yield
 
+    def state_dict(self) -> dict[str, Any]:
+        """The learned budgets and the counts that are still to be used. Waits for the device."""
+        return {
+            "ranks": [exchange.bucket.layout.group.size for exchange in self._pooled],
+            "learned": self._learned.state_dict(),
+            "pending": [copy.values() for copy in self._copies],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        ranks = [exchange.bucket.layout.group.size for exchange in self._pooled]
+        if self._options.capacity != "learned" or state_dict.get("ranks") != ranks:
+            return
+        self._learned.load_state_dict(state_dict["learned"])
+        self._copies = deque(_Copy(torch.tensor(counts)) for counts in state_dict["pending"])
+        if self._learned.budgets:
+            self._apply()
+
     def _learn(self, needed: Tensor) -> None:
         if not self._learned.budgets:  # the first step: the one host read
             self._learned.observe(needed.tolist())
@@ -191,7 +202,7 @@ def _by_pair(exchange: PooledExchange, selection: RowSelection) -> Tensor:
     """(W, W) int64: rows chosen by source and owner."""
     count = selection.count_by_rank
     pairs = count.new_zeros(len(count), len(count))
-    return pairs.index_add_(1, exchange._owner, count)
+    return pairs.index_add_(1, exchange.owner, count)
 
 
 @dataclass(frozen=True)
@@ -216,6 +227,7 @@ class Capped(Transport):
     scopes: ClassVar[frozenset[Scope]] = frozenset({"global"})
     default_scope: ClassVar[Scope] = "global"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
+    may_defer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.capacity, str):

@@ -29,11 +29,29 @@ class FullShard(Transport):
 
 @dataclass(frozen=True)
 class LocalTopRows(Transport):
-    """`local`: as many slots as every shard gives of its own best rows. Cheap, and dependent on W."""
+    """`local`: as many slots as every shard gives of its own best rows. Cheap, and dependent on W.
+
+    Attributes:
+        slack: None: every shard gives exactly its share, its own best rows. A number c >= 1: every shard offers
+            c times its share, and the best of all that is offered are taken, which is the global choice from
+            1 / fraction on, at c times the bytes.
+
+    Raises:
+        ValueError: `slack` is below 1.
+    """
+
+    slack: float | None = None
 
     scopes: ClassVar[frozenset[Scope]] = frozenset({"local"})
     default_scope: ClassVar[Scope] = "local"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
+
+    def __post_init__(self) -> None:
+        if self.slack is not None and not self.slack >= 1:
+            raise ValueError(f"slack={self.slack!r} is not allowed: None or a number >= 1")
+
+    def local_slack(self) -> float | None:
+        return self.slack
 
     def open(self, buckets: Sequence[Bucket]) -> Session:
         return Session([SlotExchange(bucket, SlotPlan(bucket, bucket.offered)) for bucket in buckets])

@@ -73,6 +73,7 @@ class MatrixBucket:
     selector: Selector
     orthogonalizer: Orthogonalizer
     scale: float
+    may_defer: bool
     exchange: Exchange
     chosen: Tensor = field(init=False)
     applied: Tensor = field(init=False)
@@ -174,7 +175,7 @@ def make_buckets(
     by_key: dict[Hashable, list[tuple[_Draft, int]]] = {}
     for draft, owner in zip(drafts, owners, strict=True):
         by_key.setdefault(draft.key, []).append((draft, owner))
-    buckets = [_bucket(entries, rule) for entries in by_key.values()]
+    buckets = [_bucket(entries, rule, choice) for entries in by_key.values()]
     buckets.sort(key=lambda bucket: not needs_transport(bucket.bucket.layout))
     if choice is not None:
         check_axes(choice, [b.bucket for b in buckets if needs_transport(b.bucket.layout)])
@@ -183,14 +184,15 @@ def make_buckets(
 
 def _selector(options: Mapping[str, Any], layout: Layout, rule: Rule, choice: Choice | None) -> Selector:
     if not rule.chooses_rows:
-        return selector("all", 1.0, layout.axis)
+        return selector("all", 1.0, layout.axis, None)
     scope = options["scope"]
     if choice is not None and needs_transport(layout):
         scope = resolve_scope(choice, scope)
-    return selector(scope or "global", float(options["fraction"]), layout.axis)
+    slack = choice.transport.local_slack() if choice is not None else None
+    return selector(scope or "global", float(options["fraction"]), layout.axis, slack)
 
 
-def _bucket(entries: Sequence[tuple[_Draft, int]], rule: Rule) -> MatrixBucket:
+def _bucket(entries: Sequence[tuple[_Draft, int]], rule: Rule, choice: Choice | None) -> MatrixBucket:
     first, _ = entries[0]
     layout, options = first.layout.stack(len(entries)), first.member.group
     ranks = range(layout.group.size)
@@ -210,5 +212,6 @@ def _bucket(entries: Sequence[tuple[_Draft, int]], rule: Rule) -> MatrixBucket:
         selector=first.selector,
         orthogonalizer=orthogonalizer(options["orthogonalizer"]),
         scale=update_scale(options["scale"], *layout.shape),
+        may_defer=choice is not None and choice.transport.may_defer and needs_transport(layout),
         exchange=builtin(bucket),
     )

@@ -14,13 +14,13 @@ from dion_core.elementwise import adamw_, lion_
 from dion_core.membership import check_same_group, check_same_ranks, listed, replica_group, stepping_group
 from dion_core.options import STRUCTURAL, check_group, check_options, check_parameter
 from dion_core.pipeline import step_matrices
-from dion_core.placements import local_tensor
+from dion_core.placements import local_tensor, row_state_like
 from dion_core.plan import Plan, make_plan
 from dion_core.preflight import compare_plans
 from dion_core.presence import Presence
 from dion_core.report import Report, make_report
 from dion_core.rules import Rule
-from dion_core.state import loaded_state, new_state
+from dion_core.state import WAITED, loaded_state, new_state
 from dion_core.transport import TransportError
 
 Parameters = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -119,6 +119,13 @@ class MatrixOptimizer(Optimizer):
                     self._names.pop(parameter, None)
                 raise
 
+    def state_dict(self) -> dict[str, Any]:
+        """Groups and state as torch's optimizers give them, and "transport": what the transport has learned."""
+        state: dict[str, Any] = super().state_dict()
+        if self._plan is not None and self._plan.session is not None:
+            state["transport"] = self._plan.session.state_dict()
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave; every state tensor keeps its documented dtype. Collective.
 
@@ -144,6 +151,8 @@ class MatrixOptimizer(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         self._build()
+        if self._plan is not None and self._plan.session is not None:
+            self._plan.session.load_state_dict(state_dict.get("transport", {}))
 
     def report(self) -> Report:
         """What was planned, and what happened since the last report, on this rank, as plain data.
@@ -189,6 +198,9 @@ class MatrixOptimizer(Optimizer):
             raise
         compare_plans([type(self).__name__, *plan.describe()], None, self._group, self._device)
         plan.open()
+        for bucket in plan.buckets:
+            for member in bucket.members if bucket.may_defer else ():
+                self.state[member.parameter].setdefault(WAITED, row_state_like(member.parameter, torch.int32))
         self._plan = plan
         self._structure = [_structure(group) for group in self.param_groups]
 

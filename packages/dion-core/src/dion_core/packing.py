@@ -208,9 +208,7 @@ class SlotExchange(Exchange):
         values = torch.empty(self.plan.num_slots + 1, columns, dtype=bucket.dtype, device=bucket.device)
         return Rows(values, self.plan.slot)
 
-    def orthogonalize(
-        self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer
-    ) -> Steps[Rows]:
+    def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
         group, whole = self.bucket.layout.group, assembly(self.plan)
         sent, received = self.plan.elements_sent(), self.plan.elements_received()
         arrived = rows.values.new_empty(sum(received))

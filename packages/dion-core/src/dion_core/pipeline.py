@@ -15,12 +15,14 @@ from torch import Tensor
 
 from dion_core.buckets import MatrixBucket
 from dion_core.collectives import Group, split
+from dion_core.deferral import wait_, with_age
 from dion_core.layout import Axis
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan
 from dion_core.presence import Presence
 from dion_core.rows import RowSelection, accumulate_, take_and_decay_, update_
 from dion_core.selection import whole_scores
+from dion_core.state import WAITED
 from dion_core.steps import Steps, interleave, run
 
 State = Mapping[Tensor, Mapping[str, Any]]
@@ -86,7 +88,10 @@ def _gather_scores(buckets: Sequence[MatrixBucket], scores: Sequence[Tensor]) ->
 
 def _move_and_apply(bucket: MatrixBucket, chosen: RowSelection, state: State, presence: Presence) -> Steps[None]:
     options = bucket.options
+    waited = _local(bucket, state, WAITED) if bucket.may_defer else []
+    chosen = with_age(chosen, waited)
     selection = bucket.exchange.admit(chosen)
+    wait_(waited, chosen, selection)
     bucket.chosen += chosen.count.sum()
     bucket.applied += selection.count.sum()
     rows = bucket.exchange.reserve(selection)

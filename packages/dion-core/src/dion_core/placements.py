@@ -78,16 +78,16 @@ def state_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
 
 
-def row_state_like(parameter: Tensor) -> Tensor:
-    """(R, 1) fp32 zeros, split by rows as the parameter is; replicated where the parameter's columns are split."""
+def row_state_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """(R, 1) zeros in `dtype`, split by rows as the parameter is; replicated where its columns are split."""
     shape = (parameter.shape[0], 1)
     if not isinstance(parameter, DTensor):
-        return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
+        return torch.zeros(shape, dtype=dtype, device=parameter.device)
     local = local_tensor(parameter)
     placements = [
         Replicate() if isinstance(place, Shard) and place.dim == 1 else place for place in parameter.placements
     ]
-    zeros = torch.zeros(local.shape[0], 1, dtype=torch.float32, device=local.device)
+    zeros = torch.zeros(local.shape[0], 1, dtype=dtype, device=local.device)
     return DTensor.from_local(
         zeros, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=(1, 1)
     )

@@ -35,12 +35,14 @@ class RowSelection:
         count_by_rank: (W, N) int64, how many rows each rank has chosen; alike on all ranks.
         ratio: (N, K), the score of each row of `index` over the lowest score chosen of its matrix, which makes
             rows of different matrices comparable.
+        age: (N, K) int32, for how many steps each row of `index` has been waiting since it was first refused.
     """
 
     index: Tensor
     count: Tensor
     count_by_rank: Tensor
     ratio: Tensor
+    age: Tensor
 
     def valid(self) -> Tensor:
         """(N, K) bool: which entries of `index` are chosen rows."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 from dion_core.layout import Axis
 from dion_core.normalization import Normalizer
-from dion_core.selection import AllRows, GlobalRows, LocalRows, Selector
+from dion_core.selection import AllRows, GlobalRows, LocalRows, Selector, SlackRows
 from dion_core.transport import Scope
 
 Scale = Literal["spectral_norm", "rms_norm"] | None
@@ -29,12 +29,12 @@ class Rule:
     chooses_rows: bool
 
 
-def selector(scope: Scope, fraction: float, axis: Axis) -> Selector:
+def selector(scope: Scope, fraction: float, axis: Axis, slack: float | None) -> Selector:
     """The selector of a scope. Where rows are not split, the local choice is the global one."""
     if scope == "all":
         return AllRows()
     if scope == "local" and axis is Axis.ROWS:
-        return LocalRows(fraction)
+        return LocalRows(fraction) if slack is None else SlackRows(fraction, slack)
     return GlobalRows(fraction)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -64,7 +64,7 @@ class AllRows:
         num_matrices, rows = scores.shape
         index = torch.arange(rows, device=scores.device).expand(num_matrices, rows)
         count_by_rank = tables.num_rows * active
-        return RowSelection(index, count_by_rank[tables.layout.group.rank], count_by_rank, torch.ones_like(scores))
+        return _selection(index, count_by_rank, tables.layout.group.rank)
 
 
 @dataclass(frozen=True)
@@ -94,18 +94,14 @@ class LocalRows:
             ],
             device=scores.device,
         ).view(layout.group.size, layout.num_matrices)
-        most = max(
-            (self.offered(layout, layout.group.rank, matrix) for matrix in range(layout.num_matrices)),
-            default=0,
-        )
         count_by_rank = count_by_rank * active
         count = count_by_rank[layout.group.rank]
         here = torch.arange(scores.shape[1], device=scores.device) < tables.num_rows[layout.group.rank][:, None]
         order = torch.where(here, scores, -torch.inf).argsort(dim=1, descending=True, stable=True)
         wanted = torch.arange(scores.shape[1], device=scores.device) < count[:, None]
         chosen = torch.zeros_like(wanted).scatter_(1, order, wanted)
-        index = _chosen_first(chosen)[:, :most]
-        return RowSelection(index, count, count_by_rank, torch.ones(index.shape, device=index.device))
+        index = _chosen_first(chosen)[:, : _most(self, layout)]
+        return _selection(index, count_by_rank, layout.group.rank)
 
 
 @dataclass(frozen=True)
@@ -122,17 +118,69 @@ class GlobalRows:
         return rows_to_select(self.fraction, layout.shape[0])
 
     def select(self, scores: Tensor, tables: RowTables, active: Tensor) -> RowSelection:
+        return _choose(self, scores, tables, active)
+
+
+@dataclass(frozen=True)
+class SlackRows:
+    """The best rows of the union of what every shard offers: its own best, `slack` times its share.
+
+    All ranks find the same rows from the gathered scores. With slack 1 it is the local choice, where W divides R
+    and the share is a whole number; from slack 1 / fraction on it is the global one.
+    """
+
+    fraction: float
+    slack: float
+    needs_all_scores = True
+
+    def offered(self, layout: Layout, rank: int, matrix: int) -> int:
+        share = rows_to_select(self.fraction, shard_segments(layout.shape[0], layout.group.size)[0][1])
+        return min(math.ceil(self.slack * share - 1e-9), layout.rows(rank, matrix))
+
+    def total(self, layout: Layout, matrix: int) -> int:
+        offered = sum(self.offered(layout, rank, matrix) for rank in range(layout.group.size))
+        return min(rows_to_select(self.fraction, layout.shape[0]), offered)
+
+    def select(self, scores: Tensor, tables: RowTables, active: Tensor) -> RowSelection:
         layout = tables.layout
-        num_matrices, rows = scores.shape
-        best = scores.argsort(dim=1, descending=True, stable=True)[:, : self.total(layout, 0)]
-        chosen = torch.zeros(num_matrices, rows, dtype=torch.bool, device=scores.device)
-        chosen.scatter_(1, best, active[:, None].expand(best.shape))
-        ratio = _ratio(scores, scores.gather(1, best[:, -1:]))
-        index = _chosen_first(_here(chosen, tables))[:, : self.total(layout, 0)]
-        count_by_rank = _count_by_rank(chosen, tables)
-        return RowSelection(
-            index, count_by_rank[layout.group.rank], count_by_rank, _here(ratio, tables).gather(1, index)
+        num_ranks, num_matrices = layout.group.size, layout.num_matrices
+        offered = torch.tensor(
+            [[self.offered(layout, rank, matrix) for rank in range(num_ranks)] for matrix in range(num_matrices)],
+            device=scores.device,
         )
+        best = scores.argsort(dim=1, descending=True, stable=True)
+        best = best.gather(1, tables.rank_of_row.gather(1, best).argsort(dim=1, stable=True))  # shard by shard
+        rank = tables.rank_of_row.gather(1, best)
+        place = torch.arange(best.shape[1], device=best.device) - _rows_before(tables).gather(1, rank)
+        candidate = torch.zeros_like(scores, dtype=torch.bool)
+        candidate.scatter_(1, best, place < offered.gather(1, rank))
+        masked = torch.where(candidate, scores, -torch.inf)
+        return _choose(self, masked, tables, active)
+
+
+def _choose(selector: Selector, scores: Tensor, tables: RowTables, active: Tensor) -> RowSelection:
+    """As many rows of each matrix as the selector takes, best first by (N, R) scores, ties to the lower row."""
+    layout = tables.layout
+    best = scores.argsort(dim=1, descending=True, stable=True)[:, : selector.total(layout, 0)]
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    chosen.scatter_(1, best, active[:, None].expand(best.shape))
+    ratio = _ratio(scores, scores.gather(1, best[:, -1:]))
+    index = _chosen_first(_here(chosen, tables))[:, : _most(selector, layout)]
+    count_by_rank = _count_by_rank(chosen, tables)
+    selection = _selection(index, count_by_rank, layout.group.rank)
+    return replace(selection, ratio=_here(ratio, tables).gather(1, index))
+
+
+def _most(selector: Selector, layout: Layout) -> int:
+    """K: the most rows that this rank can have chosen of one matrix."""
+    matrices = range(layout.num_matrices)
+    return max((selector.offered(layout, layout.group.rank, matrix) for matrix in matrices), default=0)
+
+
+def _rows_before(tables: RowTables) -> Tensor:
+    """(N, W) int64: how many rows of each matrix lie on the ranks before."""
+    rows = tables.num_rows.T
+    return rows.cumsum(1) - rows
 
 
 def _chosen_first(chosen: Tensor) -> Tensor:
@@ -147,6 +195,17 @@ def _count_by_rank(chosen: Tensor, tables: RowTables) -> Tensor:
         return chosen.sum(dim=1).expand(layout.group.size, -1)
     counts = torch.zeros(layout.num_matrices, layout.group.size, dtype=torch.int64, device=chosen.device)
     return counts.scatter_add_(1, tables.rank_of_row, chosen.long()).T.contiguous()
+
+
+def _selection(index: Tensor, count_by_rank: Tensor, rank: int) -> RowSelection:
+    """A choice in which no row is stronger than another, and none has waited."""
+    return RowSelection(
+        index=index,
+        count=count_by_rank[rank],
+        count_by_rank=count_by_rank,
+        ratio=torch.ones(index.shape, device=index.device),
+        age=torch.zeros(index.shape, dtype=torch.int32, device=index.device),
+    )
 
 
 def _here(whole: Tensor, tables: RowTables) -> Tensor:

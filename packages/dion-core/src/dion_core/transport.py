@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -133,12 +133,27 @@ class Session:
         return
         yield
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on as if it had never stopped: plain data, alike on every rank."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave; what was saved with another number of ranks is passed over."""
+
 
 class Transport(ABC):
     """A way to move rows, registered under the entry-point group `dion.transports`.
 
     Options of a transport are the fields of its frozen dataclass; its repr is part of the plan that all ranks
     compare.
+
+    Attributes:
+        interface_version: of this interface, for which the transport was made.
+        scopes: which choices of rows it serves.
+        default_scope: the scope where none is asked for.
+        axes: which splits of a matrix it serves.
+        reads_on_host: whether a step waits for the device, so that it cannot be captured.
+        may_defer: whether `Exchange.admit` may refuse rows; their waiting times are then kept as state.
     """
 
     interface_version: ClassVar[int] = INTERFACE_VERSION
@@ -146,6 +161,11 @@ class Transport(ABC):
     default_scope: ClassVar[Scope]
     axes: ClassVar[frozenset[Axis]]
     reads_on_host: ClassVar[bool] = False
+    may_defer: ClassVar[bool] = False
+
+    def local_slack(self) -> float | None:
+        """How many times its share a shard may offer in scope local; None: each gives exactly its share."""
+        return None
 
     @abstractmethod
     def open(self, buckets: Sequence[Bucket]) -> Session:
