@@ -55,20 +55,22 @@ class Display:
         self._done += 1
         if self._console.is_terminal:
             self._live.update(self._all, completed=self._done, detail="")
-            self._live.update(
-                self._current,
-                description=progress.run.name,
-                completed=progress.step,
-                detail=f"loss {progress.loss:.3f}",
-                visible=True,
-            )
+            if progress.step == 1:  # the pace of the run before tells nothing about this one's
+                self._live.reset(self._current, description=progress.run.name, visible=True)
+            self._live.update(self._current, completed=progress.step, detail=f"loss {progress.loss:.3f}")
         elif progress.step == 1 or progress.step % max(1, self._num_steps // LINES_A_RUN) == 0:
-            remaining = (time.monotonic() - self._start) / self._done * (self._total - self._done)
             self._console.print(
                 f"{progress.run.name:>8}  step {progress.step:4d}/{self._num_steps}  loss {progress.loss:.3f}"
-                f"  ETA {remaining:.0f} s",
+                f"  ETA {self._remaining()}",
                 highlight=False,
             )
+
+    def _remaining(self) -> str:
+        """From the pace since the first step, before which the ranks were starting."""
+        if self._start is None or self._done < 2:
+            return "?"
+        seconds = (time.monotonic() - self._start) / (self._done - 1) * (self._total - self._done)
+        return f"{seconds:.0f} s"
 
     def finish(self, result: results.RunResult) -> None:
         """After a run."""

@@ -162,7 +162,7 @@ def _draw_curves(axes: Sequence[Axes], results: Sequence[RunResult], unigram_ent
     bits = 1 / math.log(2)
     for index, result in enumerate(results):
         # Curves that coincide stay visible one under the other: broad below, narrow above.
-        width = 1.0 + 1.2 * (len(results) - 1 - index)
+        width = 1.0 + 1.0 * (len(results) - 1 - index)
         steps = range(1, len(result.training_loss) + 1)
         label = result.run.name
         axes[0].plot(steps, [loss * bits for loss in result.training_loss], label=label, linewidth=width)
@@ -171,7 +171,7 @@ def _draw_curves(axes: Sequence[Axes], results: Sequence[RunResult], unigram_ent
     for panel, title in zip(axes, ("Training batches", "Validation text"), strict=True):
         panel.axhline(unigram_entropy, color="gray", linestyle=":", label="unigram entropy")
         panel.set(title=title, xlabel="step", ylabel="bits per byte")
-        panel.legend()
+    axes[0].legend()
 
 
 def _draw_costs(axes: Sequence[Axes], results: Sequence[RunResult]) -> None:

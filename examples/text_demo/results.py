@@ -59,7 +59,7 @@ COLUMNS = (
     "rows\napplied",
     "rows\ndeferred",
     "step\n(ms)",
-    "optimizer\n(ms)",
+    "optim.\n(ms)",
 )
 
 
@@ -102,7 +102,10 @@ def _exactness(results: Sequence[RunResult]) -> str:
 def _learning(results: Sequence[RunResult], unigram_entropy: float) -> str:
     above = [result for result in results if not result.bits_per_byte < unigram_entropy]  # also catches NaN
     if not above:
-        worst = max(result.bits_per_byte for result in results)
-        return f"Every run fell below the text's unigram entropy: {worst:.3f} < {unigram_entropy:.3f} bits per byte."
+        highest = max(results, key=lambda result: result.bits_per_byte)
+        return (
+            f"Every run fell below the unigram entropy of {unigram_entropy:.3f} bits per byte;"
+            f" the highest is {highest.run.name} with {highest.bits_per_byte:.3f}."
+        )
     shown = ", ".join(f"{result.run.name} {result.bits_per_byte:.3f}" for result in above)
     return f"NOT below the text's unigram entropy of {unigram_entropy:.3f} bits per byte: {shown}."

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from dion_core import available_transports
 from text_demo.model import ModelShape
-from text_demo.ranks import default_world_size
+from text_demo.rank import default_world_size
 from text_demo.text import Corpus, load_text
 
 
@@ -32,10 +34,10 @@ class Settings:
     world_size: int = 4
     transports: tuple[str, ...] = ()
     fraction: float = 0.25
-    lr: float = 0.02
+    lr: float = 0.05
     seed: int = 1
     out: Path = Path("demo")
-    min_batch_size: int = 32
+    min_batch_size: int = 16
     num_evaluations: int = 4
     shape: ModelShape = field(default_factory=ModelShape)
 
@@ -71,8 +73,8 @@ class Settings:
 
     def evaluates_after(self, step: int) -> bool:
         """Whether the validation text is read after `step` steps; always after the last."""
-        every = max(1, self.steps // self.num_evaluations)
-        return step == self.steps or (step % every == 0 and self.steps - step >= every)
+        num_evaluations = min(self.num_evaluations, self.steps)
+        return step * num_evaluations // self.steps > (step - 1) * num_evaluations // self.steps
 
 
 def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
@@ -107,6 +109,9 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     settings = Settings(**given)
     if settings.steps < 1 or settings.world_size < 1:
         parser.error("--steps and --world-size must be at least 1")
+    num_gpus = torch.cuda.device_count()
+    if num_gpus and settings.world_size > num_gpus:
+        parser.error(f"--world-size {settings.world_size}: every rank needs a GPU of its own, and there are {num_gpus}")
     try:
         settings.corpus()
     except (OSError, ValueError) as error:

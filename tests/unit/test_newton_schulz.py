@@ -287,7 +287,7 @@ def test_row_permutations_commute(shape: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def layouts(matrices: Tensor) -> dict[str, Tensor]:
-    """The same values in other storage: off alignment, with gaps, transposed, as a view of a larger tensor."""
+    """The same values in other storage: off alignment, with gaps, transposed, within a larger tensor."""
     count, rows, columns = matrices.shape
     misaligned = torch.empty(matrices.numel() + 1, dtype=matrices.dtype)[1:].view_as(matrices)
     gaps = torch.empty(count, rows, 2 * columns, dtype=matrices.dtype)[..., ::2]
@@ -318,9 +318,7 @@ def test_bits_depend_on_the_matrix_alone(shape: tuple[int, int], dtype: torch.dt
 @pytest.mark.parametrize("iteration", [NewtonSchulz(), CLASSICAL], ids=["gram", "classical"])
 @pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("shape", [WIDE, TALL, SQUARE], ids=str)
-def test_input_is_kept_and_output_is_new(
-    shape: tuple[int, ...], dtype: torch.dtype, iteration: NewtonSchulz
-) -> None:
+def test_input_is_kept_and_output_is_new(shape: tuple[int, ...], dtype: torch.dtype, iteration: NewtonSchulz) -> None:
     matrices = randn(*shape, dtype=dtype)
     before = matrices.clone()
     result = iteration(matrices)

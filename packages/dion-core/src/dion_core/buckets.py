@@ -109,7 +109,11 @@ class MatrixBucket:
     def describe(self) -> str:
         """One line, the same on every rank."""
         names = ", ".join(member.name for member in self.members)
-        return f"{self.bucket.describe()}, {self.selector!r}, {stable_repr(self.orthogonalizer)}: {names}"
+        tensor, where = self.members[0].parameter, "plain"
+        if isinstance(tensor, DTensor):  # a part of a mesh has other ranks on other ranks, but the same axis
+            where = f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}"
+        how = f"{tensor.dtype} {where}, {self.selector!r}, {stable_repr(self.orthogonalizer)}"
+        return f"{self.bucket.describe()}, {how}: {names}"
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,11 @@ class MatrixOptimizer(Optimizer):
         self._structure: list[tuple[Any, ...]] = []
         self._plan: Plan | None = None
         self._num_steps = 0
-        entries = [dict(entry) if isinstance(entry, dict) else entry for entry in params]
+        entries = [dict(entry) if isinstance(entry, dict) else entry for entry in listed(params)]
         self._group, self._device = stepping_group(entries, self._replicas)
         try:
+            if isinstance(params, Tensor):
+                raise TypeError("params is a Tensor; an iterable of parameters is needed, such as [parameter]")
             check_same_group(given_group, self._replicas, self._group)
             check_options({**options, "nonfinite": self._nonfinite})
             super().__init__(cast(Parameters, entries), {"algorithm": "matrix", **options})
@@ -196,7 +198,8 @@ class MatrixOptimizer(Optimizer):
         except (ValueError, TransportError) as error:
             compare_plans([], error, self._group, self._device)
             raise
-        compare_plans([type(self).__name__, *plan.describe()], None, self._group, self._device)
+        kind = f"{type(self).__name__}, nonfinite={self._nonfinite!r}"
+        compare_plans([kind, *plan.describe()], None, self._group, self._device)
         plan.open()
         for bucket in plan.buckets:
             for member in bucket.members if bucket.may_defer else ():

@@ -19,7 +19,7 @@ OPTIMIZER_WIDE = ("transport", "nonfinite", "group")
 """Options of the whole optimizer, which a parameter group cannot override."""
 NOT_YET = ("num_heads", "split_sizes", "flatten")
 """Group keys that a later version brings; until then they are refused rather than ignored."""
-STRUCTURAL = ("algorithm", "scope", "fraction", "scale", "momentum_dtype", "wire_dtype", "orthogonalizer")
+STRUCTURAL = ("algorithm", "scope", "fraction", "scale", "momentum_dtype", "wire_dtype", "orthogonalizer", *NOT_YET)
 """Group keys that the plan is made from, so that they cannot change between steps."""
 
 
@@ -76,7 +76,10 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
     """
     for name, value in options.items():
         if name == "orthogonalizer":
-            orthogonalizer(value)
+            try:
+                orthogonalizer(value)
+            except ValueError as error:
+                raise ValueError(f"{error}{where}") from error
         elif name in _CHECKS:
             check, allowed = _CHECKS[name]
             if not check(value):

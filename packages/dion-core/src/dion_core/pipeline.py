@@ -26,13 +26,18 @@ from dion_core.state import WAITED
 from dion_core.steps import Steps, interleave, run
 
 State = Mapping[Tensor, Mapping[str, Any]]
+Gradients = Sequence[Tensor | None]
 
 BUCKETS_IN_FLIGHT = 2
 
 
 def step_matrices(plan: Plan, state: State, presence: Presence) -> None:
     """Updates the matrix parameters and their state in place. Collective; no value is read on the host."""
-    scores = [_accumulate(bucket, state, presence) for bucket in plan.buckets]
+    gradients = _agree_on_rows(plan.buckets, [bucket.gradients(presence) for bucket in plan.buckets])
+    scores = [
+        _accumulate(bucket, of_bucket, state, presence)
+        for bucket, of_bucket in zip(plan.buckets, gradients, strict=True)
+    ]
     known = _gather_scores(plan.buckets, scores)
     selections = [
         bucket.selector.select(score, bucket.tables, bucket.active(presence))
@@ -41,16 +46,35 @@ def step_matrices(plan: Plan, state: State, presence: Presence) -> None:
     if plan.session is not None:
         run(plan.session.begin(selections[: len(plan.transported)]))
     stages = [
-        _move_and_apply(bucket, selection, state, presence)
-        for bucket, selection in zip(plan.buckets, selections, strict=True)
+        _move_and_apply(bucket, of_bucket, selection, state, presence)
+        for bucket, of_bucket, selection in zip(plan.buckets, gradients, selections, strict=True)
     ]
     interleave(stages, in_flight=BUCKETS_IN_FLIGHT)
 
 
-def _accumulate(bucket: MatrixBucket, state: State, presence: Presence) -> Tensor:
+def _agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients]) -> list[Gradients]:
+    """The gradients, a row that is not finite on one rank being so on all that hold its columns."""
+    agreed = list(gradients)
+    for number, (bucket, of_bucket) in enumerate(zip(buckets, gradients, strict=True)):
+        layout = bucket.bucket.layout
+        if layout.axis is not Axis.COLUMNS:
+            continue
+        bad = torch.zeros(layout.num_matrices, layout.shape[0], dtype=torch.uint8, device=bucket.bucket.device)
+        for flags, gradient in zip(bad, of_bucket, strict=True):
+            if gradient is not None:
+                flags.copy_(~gradient.isfinite().all(dim=1))
+        layout.group.all_reduce(bad, "max").wait()
+        agreed[number] = [
+            None if gradient is None else torch.where(flags.bool()[:, None], torch.nan, gradient)
+            for flags, gradient in zip(bad, of_bucket, strict=True)
+        ]
+    return agreed
+
+
+def _accumulate(bucket: MatrixBucket, gradients: Gradients, state: State, presence: Presence) -> Tensor:
     scores, left_out = accumulate_(
         _local(bucket, state, "momentum"),
-        bucket.gradients(presence),
+        gradients,
         maximize=bucket.options["maximize"],
         proceed=presence.proceed.to(bucket.bucket.device),
     )
@@ -86,7 +110,9 @@ def _gather_scores(buckets: Sequence[MatrixBucket], scores: Sequence[Tensor]) ->
     return known
 
 
-def _move_and_apply(bucket: MatrixBucket, chosen: RowSelection, state: State, presence: Presence) -> Steps[None]:
+def _move_and_apply(
+    bucket: MatrixBucket, gradients: Gradients, chosen: RowSelection, state: State, presence: Presence
+) -> Steps[None]:
     options = bucket.options
     waited = _local(bucket, state, WAITED) if bucket.may_defer else []
     chosen = with_age(chosen, waited)
@@ -97,7 +123,7 @@ def _move_and_apply(bucket: MatrixBucket, chosen: RowSelection, state: State, pr
     rows = bucket.exchange.reserve(selection)
     take_and_decay_(
         _local(bucket, state, "momentum"),
-        bucket.gradients(presence),
+        gradients,
         selection,
         rows,
         decay=options["momentum"],

@@ -90,12 +90,15 @@ def make_plan(
     members = _members(groups, names)
     matrices = [m for m in members if m.group["algorithm"] == "matrix" and m.parameter.numel()]
     layouts = [parameter_layout(member.parameter, member.name, replicas) for member in matrices]
+    needed = any(map(needs_transport, layouts))
     choice = None
-    if any(map(needs_transport, layouts)):
+    if needed or transport != "auto":  # one that was asked for is checked on a single rank too
         scopes: set[Scope] = {"all"}
         if rule.chooses_rows:
             scopes = {scope for m in matrices if (scope := m.group["scope"]) is not None}
         choice = choose_transport(transport, scopes, chooses_rows=rule.chooses_rows)
+    if not needed:
+        choice = None
     buckets, loads = make_buckets(matrices, layouts, rule, choice)
     elementwise = [
         [member for member in members if member.group is group] for group in groups if group["algorithm"] != "matrix"

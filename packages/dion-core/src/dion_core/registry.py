@@ -122,7 +122,7 @@ def _missing(name: str, installed: dict[str, type[Transport]]) -> str:
 def _load(entry: EntryPoint) -> type[Transport]:
     try:
         kind = entry.load()
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         raise TransportError(f"transport {entry.name!r} ({entry.value}) cannot be imported: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, Transport)):
         raise TransportError(f"transport {entry.name!r} ({entry.value}) is not a dion_core Transport class")

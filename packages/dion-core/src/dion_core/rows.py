@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 SKIPPED_SCORE = -1.0
-"""Score of a row whose gradient holds a non-finite value: below every L1 norm, so that it is chosen last."""
+"""Score of a row that a non-finite value kept from being accumulated: below every norm, so that it comes last."""
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -72,7 +72,7 @@ def accumulate_(
 ) -> tuple[Tensor, Tensor]:
     """Adds the gradients to the momentum and returns the row scores and how many rows were left out.
 
-    A row whose gradient holds a non-finite value is left as it is. Its score is `SKIPPED_SCORE`.
+    A row whose sum holds a non-finite value is left as it is. Its score is `SKIPPED_SCORE`.
 
     Args:
         momentum: N tensors (R, C), any float dtype and strides; changed in place.
@@ -89,11 +89,12 @@ def accumulate_(
         dtype = accumulation_dtype(state.dtype)
         finite = None
         if gradient is not None:
-            finite = gradient.isfinite().all(dim=1)
             wide = accumulation_dtype(state.dtype, gradient.dtype)
             signed = -gradient if maximize else gradient
-            added = torch.where((finite & proceed)[:, None], signed.to(wide), 0)
-            state.copy_(added.add_(state))
+            total = (signed.to(wide) + state).to(state.dtype)
+            # Of the sum as it would be stored: a finite gradient can overflow a half-precision momentum.
+            finite = total.isfinite().all(dim=1)
+            state.copy_(torch.where((finite & proceed)[:, None], total, state))
         # The contiguous copy of a strided row makes its sum independent of the strides.
         score = state.to(dtype).abs().contiguous().sum(dim=1)
         scores.append(score if finite is None else torch.where(finite, score, SKIPPED_SCORE))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dion_core.layout import Axis, Layout, RowTables, shard_segments
-from dion_core.rows import RowSelection
+from dion_core.rows import SKIPPED_SCORE, RowSelection
 
 
 def rows_to_select(fraction: float, rows: int) -> int:
@@ -229,7 +229,8 @@ def whole_scores(local: Tensor, pieces: Sequence[Tensor], tables: RowTables) -> 
     layout = tables.layout
     num_matrices, rows = layout.num_matrices, layout.shape[0]
     if layout.axis is Axis.COLUMNS:  # a rank's score covers its columns only; summed in rank order
-        return torch.stack([piece.view(num_matrices, rows) for piece in pieces]).sum(dim=0)
+        parts = torch.stack([piece.view(num_matrices, rows) for piece in pieces])
+        return torch.where((parts == SKIPPED_SCORE).any(dim=0), SKIPPED_SCORE, parts.sum(dim=0))
     if layout.axis is Axis.ROWS:
         whole = local.new_empty(num_matrices * rows + 1)
         whole.index_copy_(0, tables.gathered_position, torch.cat(list(pieces)))

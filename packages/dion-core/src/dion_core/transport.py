@@ -69,10 +69,9 @@ class Bucket:
     def describe(self) -> str:
         """One line for plans, reports and errors: the same on every rank."""
         rows, columns = self.shape
-        ranks = ",".join(map(str, self.layout.group.ranks))
-        dtype = str(self.dtype).removeprefix("torch.")
+        size, dtype = self.layout.group.size, str(self.dtype).removeprefix("torch.")
         return (
-            f"{self.num_matrices} x {rows}x{columns} {self.layout.axis} over ranks {ranks}, wire {dtype}, "
+            f"{self.num_matrices} x {rows}x{columns} {self.layout.axis} over {size} ranks, wire {dtype}, "
             f"at most {self.max_rows} rows a rank and {self.total_rows} in all, owners {list(self.owners)}"
         )
 

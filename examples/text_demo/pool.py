@@ -17,41 +17,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import distributed
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+
+from text_demo.rank import Rank, join_group
 
 GRACE_SECONDS = 5.0  # how long a rank that was asked to end may take
 
 
 class RankFailedError(RuntimeError):
     """A rank ended before its work was done; the message says which one, and its own traceback."""
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What a rank's work gets to know of its place, and the way to tell the parent something."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    mesh: DeviceMesh
-    sender: Connection
-
-    def tell(self, message: object) -> None:
-        """Hands a picklable object to the parent, where `run_ranks` yields it; only rank 0 is listened to."""
-        if self.rank == 0:
-            self.sender.send(message)
-
-    def sum(self, value: torch.Tensor | float) -> float:
-        """The sum of a number over all ranks, the same on each; a collective."""
-        total = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach().clone()
-        distributed.all_reduce(total)
-        return float(total)
-
-    def mean(self, value: torch.Tensor | float) -> float:
-        """The mean of a number over all ranks, the same on each; a collective."""
-        return self.sum(value) / self.world_size
 
 
 @dataclass(frozen=True)
@@ -64,11 +39,6 @@ class _Finished:
     """What a rank sends last."""
 
 
-def default_world_size() -> int:
-    """As many ranks as there are GPUs, or four that share the CPU."""
-    return torch.cuda.device_count() or 4
-
-
 def run_ranks(work: Callable[..., None], world_size: int, *arguments: Any) -> Generator[object, None, None]:
     """Calls `work(rank, *arguments)` on every rank of a new pool and yields what rank 0 tells, as it comes.
 
@@ -79,8 +49,9 @@ def run_ranks(work: Callable[..., None], world_size: int, *arguments: Any) -> Ge
     """
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = (Path(folder) / "rendezvous").as_uri()
-        ranks = _start(work, world_size, rendezvous, arguments)
+        ranks: list[tuple[BaseProcess, Connection]] = []
         try:
+            _start(ranks, work, world_size, rendezvous, arguments)
             yield from _messages(ranks)
             for process, _ in ranks:
                 process.join(GRACE_SECONDS)
@@ -90,11 +61,15 @@ def run_ranks(work: Callable[..., None], world_size: int, *arguments: Any) -> Ge
 
 
 def _start(
-    work: Callable[..., None], world_size: int, rendezvous: str, arguments: tuple[Any, ...]
-) -> list[tuple[BaseProcess, Connection]]:
+    ranks: list[tuple[BaseProcess, Connection]],
+    work: Callable[..., None],
+    world_size: int,
+    rendezvous: str,
+    arguments: tuple[Any, ...],
+) -> None:
+    """Adds the processes to `ranks` one by one, so that the caller knows them even if this is cut short."""
     context = get_context("spawn")
     resource_tracker.ensure_running()  # else the first start below does it, and lets interrupts through
-    ranks: list[tuple[BaseProcess, Connection]] = []
     with _interrupt_held_back():
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
@@ -104,7 +79,6 @@ def _start(
             process.start()
             sender.close()  # only the rank holds it now, so that its end shows here as end of file
             ranks.append((process, receiver))
-    return ranks
 
 
 @contextmanager
@@ -174,7 +148,7 @@ def _rank_main(
     """One rank's life: joins the process group, works, and says how it ended."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        device = _join_group(rank, world_size, rendezvous)
+        device = join_group(rank, world_size, rendezvous)
         mesh = init_device_mesh(device.type, (world_size,))
         work(Rank(rank, world_size, device, mesh, sender), *arguments)
         distributed.destroy_process_group()
@@ -192,19 +166,3 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _join_group(rank: int, world_size: int, rendezvous: str) -> torch.device:
-    torch.set_num_threads(1)  # the ranks share the cores; more threads would only wait for each other
-    if torch.cuda.is_available():
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-        distributed.init_process_group(
-            "nccl", init_method=rendezvous, rank=rank, world_size=world_size, device_id=device
-        )
-        return device
-    if sys.platform == "linux":
-        # All ranks are on this machine: do not depend on how its name resolves.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
-    return torch.device("cpu")

@@ -1,0 +1,141 @@
+"""Owners: cost, longest first to the least loaded rank, the known bound, and the figures of the specification."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+from statistics import mean
+
+import pytest
+import torch
+
+from dion_comm_nccl import FullShard, LocalTopRows
+from dion_core.collectives import Group, SoloGroup
+from dion_core.layout import Axis, split_layout
+from dion_core.ownership import assign_owners, newton_schulz_cost
+from dion_core.selection import GlobalRows, LocalRows, Selector
+from dion_core.transport import Bucket, Transport
+from tests.unit.test_layout import CPU, fake_group
+
+INVENTORY = {"5120x8": [(33, 5120, 5120), (16, 20480, 5120)]}  # (matrices, rows, columns)
+FRACTION = 0.25
+
+
+def assign(costs: Sequence[int], size: int) -> tuple[list[int], list[int]]:
+    group = fake_group(0, size)
+    owners, loads = assign_owners(costs, [group] * len(costs))
+    return owners, loads[group]
+
+
+def loads_of(owners: Sequence[int], costs: Sequence[int], size: int) -> list[int]:
+    return [sum(cost for owner, cost in zip(owners, costs, strict=True) if owner == rank) for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "cost"),
+    [(1, 1, 1), (2, 5, 20), (5, 2, 20), (3, 3, 27), (1280, 5120, 5120 * 1280**2), (5120, 5120, 5120**3)],
+)
+def test_the_cost_is_the_longer_side_times_the_shorter_squared(rows: int, columns: int, cost: int) -> None:
+    assert newton_schulz_cost(rows, columns) == cost
+
+
+def test_longest_first_to_the_least_loaded() -> None:
+    """9, 8, 7 open the ranks, 6 joins 7, 5 joins 8, 4 joins 9; then 2, 2, 1 by load and rank."""
+    costs = [2, 7, 9, 4, 8, 5, 6, 2, 1]
+    owners, loads = assign(costs, 3)
+    assert owners == [0, 2, 0, 0, 1, 1, 2, 1, 2]
+    assert loads == [15, 15, 14]
+
+
+def test_ties_go_to_the_earlier_matrix_and_the_lower_rank() -> None:
+    assert assign([5, 5, 5, 5, 5], 3) == ([0, 1, 2, 0, 1], [10, 10, 5])
+    assert assign([1, 3, 1, 3], 2) == ([0, 0, 1, 1], [4, 4])
+
+
+@pytest.mark.parametrize(("costs", "size"), [([], 3), ([7], 4), ([3, 9], 4), ([4, 4, 4], 8)])
+def test_fewer_matrices_than_ranks(costs: list[int], size: int) -> None:
+    owners, loads = assign_owners(costs, [fake_group(0, size)] * len(costs))
+    assert len(set(owners)) == len(costs)
+    for load in loads.values():
+        assert sorted(load) == sorted(costs + [0] * (size - len(costs)))
+
+
+def test_one_running_load_over_all_shapes() -> None:
+    """Three large matrices over two ranks leave one behind; the small ones of another shape fill it up."""
+    large, small = newton_schulz_cost(64, 64), newton_schulz_cost(32, 32)
+    owners, loads = assign([small] * 8 + [large] * 3, 2)
+    assert owners == [1] * 8 + [0, 1, 0]
+    assert loads == [2 * large, large + 8 * small]
+
+
+def test_every_group_has_a_load_of_its_own() -> None:
+    groups: list[Group] = [fake_group(1, 2), SoloGroup(0, 2, (4, 5))]
+    owners, loads = assign_owners([9, 9, 5, 5, 4, 1], [groups[n % 2] for n in range(6)])
+    assert owners == [0, 0, 1, 1, 1, 1]
+    assert loads == {groups[0]: [9, 9], groups[1]: [9, 6]}
+
+
+def test_every_rank_computes_the_same() -> None:
+    costs = [random.Random(n).randint(1, 5) for n in range(40)]
+    answers = [assign_owners(costs, [fake_group(rank, 4)] * 40)[0] for rank in range(4)]
+    assert all(answer == answers[0] for answer in answers)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_largest_load_is_within_the_bound_of_the_best(seed: int, size: int) -> None:
+    """At most 4/3 - 1/(3 W) of the optimum (Graham 1969)."""
+    rng = random.Random(seed)
+    costs = [rng.randint(1, 20) for _ in range(rng.randint(1, 7))]
+    owners, loads = assign(costs, size)
+    assert loads == loads_of(owners, costs, size)
+    every = itertools.product(range(size), repeat=len(costs))
+    best = min(max(loads_of(assignment, costs, size)) for assignment in every)
+    assert max(loads) <= (Fraction(4, 3) - Fraction(1, 3 * size)) * best
+
+
+def test_the_bound_is_reached() -> None:
+    """The worst case: 5, 5, 4, 4, 3, 3, 3 over three ranks gives 11 where 9 is possible."""
+    assert sorted(assign([3, 3, 5, 4, 5, 4, 3], 3)[1]) == [8, 8, 11]
+
+
+def planned_bytes(transport: Transport, selector: Selector, size: int) -> list[int]:
+    """Bytes that every rank sends in a step, itself included, from the real plan; no matrix is made."""
+    inventory = INVENTORY["5120x8"]
+    layouts = [split_layout(fake_group(0, size), Axis.ROWS, shape) for _, *shape in inventory]
+    costs = [
+        newton_schulz_cost(selector.total(layout, 0), layout.shape[1])
+        for (number, *_), layout in zip(inventory, layouts, strict=True)
+        for _ in range(number)
+    ]
+    owners, _ = assign_owners(costs, [fake_group(0, size)] * len(costs))
+    sent = []
+    for rank in range(size):
+        buckets, start = [], 0
+        for (number, *shape), whole in zip(inventory, layouts, strict=True):
+            layout = split_layout(fake_group(rank, size), Axis.ROWS, (shape[0], shape[1])).stack(number)
+            offered = max(selector.offered(layout, each, 0) for each in range(size))
+            of_bucket = tuple(owners[start : start + number])
+            start += number
+            buckets.append(Bucket(layout, of_bucket, offered, selector.total(whole, 0), torch.bfloat16, CPU))
+        traffic = [exchange.traffic() for exchange in transport.open(buckets).exchanges]
+        assert all(len(each.forward) == len(each.back) == size for each in traffic)
+        sent.append(sum(each.num_bytes for each in traffic))
+    assert len(owners) == 33 + 16
+    return sent
+
+
+@pytest.mark.parametrize(("size", "full", "local"), [(4, 2543, 636), (8, 1271, 318), (16, 636, 159)])
+def test_bytes_of_the_specification(size: int, full: int, local: int) -> None:
+    """Section 5, ours: mean over ranks in MB of 1e6 bytes, both directions, bf16, fraction 0.25."""
+    by_full = planned_bytes(FullShard(), GlobalRows(FRACTION), size)
+    by_local = planned_bytes(LocalTopRows(), LocalRows(FRACTION), size)
+    assert round(mean(by_full) / 1e6) == full
+    assert round(mean(by_local) / 1e6) == local
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_twice_the_fraction_is_twice_the_bytes_of_local(size: int) -> None:
+    quarter = planned_bytes(LocalTopRows(), LocalRows(0.25), size)
+    half = planned_bytes(LocalTopRows(), LocalRows(0.5), size)
+    assert sum(half) == 2 * sum(quarter)

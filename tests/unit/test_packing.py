@@ -1,0 +1,207 @@
+"""Slots, whole matrices and the way back against loops, with every rank and its messages simulated."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dion_core.layout import Axis, Layout
+from dion_core.packing import ColumnAssembly, RowAssembly, SlotPlan, SlotRule, assembly, compact
+from dion_core.transport import Bucket
+from tests.unit.test_layout import CPU, Holders, chunk_holders, fake_group, layout_of, random_holders, rows_of
+
+Chosen = Sequence[Sequence[int]]  # by matrix, the chosen global rows, ascending
+
+
+def bucket_of(layout: Layout, owners: Sequence[int], max_rows: int, total_rows: int) -> Bucket:
+    return Bucket(layout, tuple(owners), max_rows, total_rows, torch.float64, CPU)
+
+
+def seen_from(bucket: Bucket, rank: int) -> Bucket:
+    size = bucket.layout.group.size
+    return replace(bucket, layout=replace(bucket.layout, group=fake_group(rank, size)))
+
+
+def full_slots(bucket: Bucket) -> SlotRule:
+    return bucket.layout.rows
+
+
+def offered_slots(bucket: Bucket) -> SlotRule:
+    return bucket.offered
+
+
+def random_chosen(seed: int, holders: Holders, most: int) -> list[list[int]]:
+    """Up to `most` rows a matrix, none of some."""
+    rng = random.Random(seed)
+    rows = range(len(holders[0]))
+    return [sorted(rng.sample(rows, min(len(rows), rng.choice([0, most, rng.randint(0, most)])))) for _ in holders]
+
+
+def bucket_for(holders: Holders, size: int, owners: Sequence[int], most: int) -> Bucket:
+    """A bucket of which at most `most` rows a matrix are chosen."""
+    shards = [len(rows_of(holders, rank, matrix)) for rank in range(size) for matrix in range(len(holders))]
+    return bucket_of(layout_of(holders, 0, size, 3), owners, min(most, max(shards)), most)
+
+
+def all_to_all(messages: Sequence[Tensor], splits: Sequence[Sequence[int]]) -> list[Tensor]:
+    """What every rank receives when rank r sends piece i of its message, splits[r][i] long, to rank i."""
+    pieces = [torch.split(message, list(lengths)) for message, lengths in zip(messages, splits, strict=True)]
+    return [torch.cat([sent[receiver] for sent in pieces]) for receiver in range(len(messages))]
+
+
+def round_trip(bucket: Bucket, holders: Holders, chosen: Chosen, rule: Callable[[Bucket], SlotRule]) -> None:
+    """Rows travel to their owners, are checked there, are doubled, and travel back."""
+    size, num_matrices = bucket.layout.group.size, len(holders)
+    rows, columns = bucket.shape
+    whole = torch.randn(num_matrices, rows, columns, dtype=torch.float64) + 5
+    here = [
+        [[row for row in rows_of(holders, rank, n) if row in chosen[n]] for n in range(num_matrices)]
+        for rank in range(size)
+    ]
+    counts = torch.tensor([[len(of_matrix) for of_matrix in of_rank] for of_rank in here])
+    plans = [SlotPlan(seen_from(bucket, rank), rule(bucket)) for rank in range(size)]
+    buffers = []
+    for rank, plan in enumerate(plans):
+        used = [plan.slot[n, place] for n in range(num_matrices) for place in range(len(here[rank][n]))]
+        assert len(set(map(int, used))) == len(used)
+        assert all(slot < plan.num_slots for slot in used)
+        buffer = torch.full((plan.num_slots + 1, columns), torch.nan, dtype=torch.float64)
+        for n, of_matrix in enumerate(here[rank]):
+            for place, row in enumerate(of_matrix):
+                buffer[plan.slot[n, place]] = whole[n, row]
+        buffers.append(buffer)
+    sent = [plan.elements_sent() for plan in plans]
+    received = [plan.elements_received() for plan in plans]
+    assert received == [[sent[source][owner] for source in range(size)] for owner in range(size)]
+    arrived = all_to_all([buffer[:-1].flatten() for buffer in buffers], sent)
+    answers = []
+    for owner, plan in enumerate(plans):
+        before = arrived[owner].clone()
+        matrices = assembly(plan).assemble(arrived[owner], counts)
+        assert torch.equal(arrived[owner].nan_to_num(), before.nan_to_num())
+        owned = [n for n in range(num_matrices) if bucket.owners[n] == owner]
+        assert plan.owned == tuple(owned)
+        assert matrices.shape == (len(owned), bucket.total_rows, columns)
+        for place, n in enumerate(owned):
+            expected = torch.zeros(bucket.total_rows, columns, dtype=torch.float64)
+            by_rank = [row for rank in range(size) for row in here[rank][n]]
+            if list(holders[n]) == sorted(holders[n]):  # one run a rank: rank order is global row order
+                assert by_rank == list(chosen[n])
+            for position, row in enumerate(by_rank):
+                expected[position] = whole[n, row]
+            assert torch.equal(matrices[place], expected)
+        answers.append(assembly(plan).disassemble(matrices * 2, counts))
+    returned = all_to_all(answers, received)
+    for rank, plan in enumerate(plans):
+        result = returned[rank].view(plan.num_slots, columns)
+        for n, of_matrix in enumerate(here[rank]):
+            for place, row in enumerate(of_matrix):
+                assert torch.equal(result[plan.slot[n, place]], 2 * whole[n, row])
+
+
+def test_the_example_of_compact() -> None:
+    source, valid = compact(torch.tensor([[2], [1]]), torch.tensor([[0], [4]]), 4)
+    assert source.tolist() == [[0, 1, 4, 0]]
+    assert valid.tolist() == [[True, True, True, False]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_compact_equals_a_loop(seed: int) -> None:
+    rng = random.Random(seed)
+    size, num_matrices = rng.randint(1, 5), rng.randint(0, 4)
+    count = [[rng.choice([0, 0, 1, 2, 5]) for _ in range(num_matrices)] for _ in range(size)]
+    start = [[rng.randint(0, 99) for _ in range(num_matrices)] for _ in range(size)]
+    most = max([sum(count[rank][n] for rank in range(size)) for n in range(num_matrices)], default=0)
+    total = most + rng.randint(0, 2)
+    shape = (size, num_matrices)
+    source, valid = compact(
+        torch.tensor(count, dtype=torch.int64).view(shape), torch.tensor(start, dtype=torch.int64).view(shape), total
+    )
+    assert source.shape == valid.shape == (num_matrices, total)
+    for n in range(num_matrices):
+        rows = [start[rank][n] + place for rank in range(size) for place in range(count[rank][n])]
+        assert source[n].tolist() == rows + [0] * (total - len(rows))
+        assert valid[n].tolist() == [place < len(rows) for place in range(total)]
+
+
+def test_slots_by_hand() -> None:
+    """Rank 1 of two has 2 rows of matrices 0 and 2 and 3 of matrix 1; rank 1 owns matrices 0 and 2."""
+    holders = [[0, 0, 0, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 1, 1]]
+    bucket = bucket_of(layout_of(holders, 1, 2, 7), (1, 0, 1), 3, 5)
+    plan = SlotPlan(bucket, bucket.layout.rows)
+    assert plan.owned == (0, 2)
+    assert plan.num_slots == 7
+    assert plan.slot.tolist() == [[3, 4, 7], [0, 1, 2], [5, 6, 7]]  # 7 is no slot
+    assert plan.elements_sent() == [3 * 7, 4 * 7]
+    assert plan.elements_received() == [6 * 7, 4 * 7]
+    assert plan.rows_between(0, 1) == 6
+    assert plan.start.tolist() == [[0, 3], [6, 8]]
+
+
+CASES = [
+    pytest.param(chunk_holders(4, 12, 1), 1, [0, 0, 0, 0], id="one rank"),
+    pytest.param(chunk_holders(4, 12, 4), 4, [3, 2, 1, 0], id="even"),
+    pytest.param(chunk_holders(5, 10, 4), 4, [2, 2, 2, 0, 2], id="uneven shards and owners"),
+    pytest.param(chunk_holders(2, 9, 4), 4, [1, 3], id="fewer matrices than ranks"),
+    pytest.param(chunk_holders(1, 2, 4), 4, [3], id="the owner has no rows"),
+    pytest.param(chunk_holders(3, 18, 8), 8, [7, 0, 6], id="empty shards"),
+    pytest.param(random_holders(1, 3, 11, 3), 3, [0, 2, 2], id="scattered"),
+]
+
+
+@pytest.mark.parametrize(("holders", "size", "owners"), CASES)
+@pytest.mark.parametrize("rule", [full_slots, offered_slots])
+@pytest.mark.parametrize("most", [1, 4, 99], ids=["one row", "some rows", "all rows"])
+def test_rows_go_to_the_owner_and_back(
+    holders: Holders, size: int, owners: list[int], rule: Callable[[Bucket], SlotRule], most: int
+) -> None:
+    most = min(most, len(holders[0]))
+    bucket = bucket_for(holders, size, owners, most)
+    assert isinstance(assembly(SlotPlan(bucket, rule(bucket))), RowAssembly)
+    for seed in range(3):
+        round_trip(bucket, holders, random_chosen(seed, holders, most), rule)
+
+
+def test_nobody_has_anything_to_send() -> None:
+    holders = chunk_holders(2, 6, 3)
+    round_trip(bucket_for(holders, 3, [1, 1], 6), holders, [[], []], full_slots)
+
+
+@pytest.mark.parametrize("columns", [[4, 4, 4], [4, 4, 2], [1, 1, 0], [0, 5, 1]], ids=str)
+@pytest.mark.parametrize("owners", [[0, 1, 2], [2, 2, 0, 2], [1]], ids=str)
+def test_columns_go_to_the_owner_and_back(columns: list[int], owners: list[int]) -> None:
+    """Every rank sends its columns of the same rows; what it sends past the count must not matter."""
+    most, size, num_matrices = 5, len(columns), len(owners)
+    holders = [[rank for rank, width in enumerate(columns) for _ in range(width)]] * num_matrices
+    bucket = bucket_of(layout_of(holders, 0, size, 8, Axis.COLUMNS), owners, most, most)
+    whole = torch.randn(num_matrices, most, sum(columns), dtype=torch.float64)
+    count = torch.tensor([(3 * n + 5) % (most + 1) for n in range(num_matrices)])
+    counts = count.expand(size, -1)
+    plans = [SlotPlan(seen_from(bucket, rank), bucket.offered) for rank in range(size)]
+    messages = []
+    for rank, (plan, part) in enumerate(zip(plans, torch.split(whole, columns, dim=2), strict=True)):
+        buffer = torch.full((plan.num_slots, columns[rank]), torch.nan, dtype=torch.float64)
+        for n in range(num_matrices):
+            for place in range(int(count[n])):
+                buffer[plan.slot[n, place]] = part[n, place]
+        messages.append(buffer.flatten())
+    arrived = all_to_all(messages, [plan.elements_sent() for plan in plans])
+    answers = []
+    for owner, plan in enumerate(plans):
+        assert isinstance(assembly(plan), ColumnAssembly)
+        matrices = assembly(plan).assemble(arrived[owner], counts)
+        assert matrices.shape == (len(plan.owned), most, sum(columns))
+        for place, n in enumerate(plan.owned):
+            expected = whole[n].clone()
+            expected[int(count[n]) :] = 0
+            assert torch.equal(matrices[place], expected)
+        answers.append(assembly(plan).disassemble(matrices * 2, counts))
+    returned = all_to_all(answers, [plan.elements_received() for plan in plans])
+    for rank, (plan, part) in enumerate(zip(plans, torch.split(whole, columns, dim=2), strict=True)):
+        result = returned[rank].view(plan.num_slots, columns[rank])
+        for n in range(num_matrices):
+            for place in range(int(count[n])):
+                assert torch.equal(result[plan.slot[n, place]], 2 * part[n, place])
