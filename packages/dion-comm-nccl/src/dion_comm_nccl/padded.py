@@ -68,6 +68,7 @@ class PaddedSession(Session):
 class FullShard(Transport):
     """`full`: as many slots as the shard has rows. Exact, and as many bytes as the whole matrix."""
 
+    interface_version: ClassVar[int] = 1
     scopes: ClassVar[frozenset[Scope]] = frozenset({"all", "global"})
     default_scope: ClassVar[Scope] = "global"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
@@ -80,6 +81,7 @@ class FullShard(Transport):
 class LocalTopRows(Transport):
     """`local`: as many slots as every shard gives of its own best rows. Cheap, and dependent on W."""
 
+    interface_version: ClassVar[int] = 1
     scopes: ClassVar[frozenset[Scope]] = frozenset({"local"})
     default_scope: ClassVar[Scope] = "local"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})

@@ -137,13 +137,23 @@ class Transport(ABC):
 
     Options of a transport are the fields of its frozen dataclass; its repr is part of the plan that all ranks
     compare.
+
+    Attributes:
+        interface_version: the version of this interface that the transport was written for. It has no default,
+            so that a transport that was not adapted to a new version is noticed.
+        scopes: which choices of rows it serves.
+        default_scope: the scope where none is asked for.
+        axes: which splits of a matrix it serves.
+        reads_on_host: whether a step waits for the device, so that it cannot be captured.
+        may_defer: whether `Exchange.admit` may refuse rows.
     """
 
-    interface_version: ClassVar[int] = INTERFACE_VERSION
+    interface_version: ClassVar[int]
     scopes: ClassVar[frozenset[Scope]]
     default_scope: ClassVar[Scope]
     axes: ClassVar[frozenset[Axis]]
     reads_on_host: ClassVar[bool] = False
+    may_defer: ClassVar[bool] = False
 
     @abstractmethod
     def open(self, buckets: Sequence[Bucket]) -> Session:
