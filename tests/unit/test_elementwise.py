@@ -127,9 +127,7 @@ def test_lion_rounds_once() -> None:
 @on_devices
 @both_rules
 @pytest.mark.parametrize("shape", [(5,), (64,), (8, 9)])
-def test_inactive_parameters_keep_their_bits(
-    rule: Rule, state_of: Any, shape: tuple[int, ...], device: str
-) -> None:
+def test_inactive_parameters_keep_their_bits(rule: Rule, state_of: Any, shape: tuple[int, ...], device: str) -> None:
     param, state = warmed_up(rule, state_of, *shape, device=device)
     before = snapshot(param, state)
     poisoned = [torch.full(shape, float(value), device=device) for value in ("nan", "inf")]

@@ -178,9 +178,7 @@ class TestChoice:
         self, rows: int, world_size: int, fraction: float, sizes: list[int]
     ) -> None:
         shards = chunk_shards(rows, world_size)
-        matrix = ReferenceMatrix(
-            np.zeros((rows, 8)), Options("dion2", fraction=fraction, scope="local"), shards=shards
-        )
+        matrix = ReferenceMatrix(np.zeros((rows, 8)), Options("dion2", fraction=fraction, scope="local"), shards=shards)
         applied = matrix.step(random(rows, 8))
         assert [len(applied & set(range(start, start + size))) for start, size in shards] == sizes
 
@@ -397,9 +395,7 @@ class TestElementwise:
             assert reference.num_steps == int(state["step"])
 
     def test_lion_by_hand(self) -> None:
-        reference = ReferenceElementwise(
-            [1.0, 1.0, 1.0], Options("lion", lr=0.1, weight_decay=0.5, betas=(0.9, 0.8))
-        )
+        reference = ReferenceElementwise([1.0, 1.0, 1.0], Options("lion", lr=0.1, weight_decay=0.5, betas=(0.9, 0.8)))
         reference.step([2.0, -3.0, 0.0])
         np.testing.assert_allclose(reference.weight, [0.85, 1.05, 0.95])  # 0.95 -+ 0.1
         np.testing.assert_allclose(reference.first_moment, [0.4, -0.6, 0.0])

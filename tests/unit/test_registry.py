@@ -164,7 +164,6 @@ def test_an_entry_that_fails_to_import(alone: Install) -> None:
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
-@pytest.mark.xfail(raises=AttributeError, reason="registry._load catches ImportError alone")
 def test_an_entry_that_names_nothing(alone: Install) -> None:
     alone("made_up", value="fake_transport_0:Absent")
     with pytest.raises(TransportError, match=r"'made_up' .*fake_transport_0:Absent.* cannot be imported"):

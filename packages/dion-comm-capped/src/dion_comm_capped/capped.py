@@ -224,6 +224,7 @@ class Capped(Transport):
     max_wait: int = 8
     always_pack: bool = False
 
+    interface_version: ClassVar[int] = 1
     scopes: ClassVar[frozenset[Scope]] = frozenset({"global"})
     default_scope: ClassVar[Scope] = "global"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})

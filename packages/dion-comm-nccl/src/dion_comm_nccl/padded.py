@@ -19,6 +19,7 @@ from dion_core.transport import Bucket, Scope, Session, Transport
 class FullShard(Transport):
     """`full`: as many slots as the shard has rows. Exact, and as many bytes as the whole matrix."""
 
+    interface_version: ClassVar[int] = 1
     scopes: ClassVar[frozenset[Scope]] = frozenset({"all", "global"})
     default_scope: ClassVar[Scope] = "global"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
@@ -42,6 +43,7 @@ class LocalTopRows(Transport):
 
     slack: float | None = None
 
+    interface_version: ClassVar[int] = 1
     scopes: ClassVar[frozenset[Scope]] = frozenset({"local"})
     default_scope: ClassVar[Scope] = "local"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})

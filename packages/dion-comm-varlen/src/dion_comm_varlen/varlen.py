@@ -69,6 +69,7 @@ class _Counts:
 class Varlen(Transport):
     """`varlen`: exactly the chosen rows, in messages as long as they need to be."""
 
+    interface_version: ClassVar[int] = 1
     scopes: ClassVar[frozenset[Scope]] = frozenset({"all", "global"})
     default_scope: ClassVar[Scope] = "global"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
@@ -82,6 +83,7 @@ class Varlen(Transport):
 class Uniform(Transport):
     """`uniform`: the chosen rows, in messages that are all as long as the longest pair of ranks needs."""
 
+    interface_version: ClassVar[int] = 1
     scopes: ClassVar[frozenset[Scope]] = frozenset({"all", "global"})
     default_scope: ClassVar[Scope] = "global"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})

@@ -112,7 +112,7 @@ class MatrixBucket:
         tensor, where = self.members[0].parameter, "plain"
         if isinstance(tensor, DTensor):  # a part of a mesh has other ranks on other ranks, but the same axis
             where = f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}"
-        how = f"{tensor.dtype} {where}, {self.selector!r}, {stable_repr(self.orthogonalizer)}"
+        how = f"{where}, {self.selector!r}, {stable_repr(self.orthogonalizer)}"
         return f"{self.bucket.describe()}, {how}: {names}"
 
 

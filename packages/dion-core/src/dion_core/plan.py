@@ -51,10 +51,11 @@ class Plan:
 
     def describe(self) -> list[str]:
         """The plan in lines that are the same on every rank."""
+        # Parameters come first: the first line that differs then says what a rank lacks, not what follows from it.
         return [
+            *(_describe_member(member) for member in self.members),
             f"transport {self.choice.transport!r}" if self.choice else "no transport",
             *(bucket.describe() for bucket in self.buckets),
-            *(_describe_elementwise(members) for members in self.elementwise),
             *(_describe_options(group) for group in self.groups),
         ]
 
@@ -116,6 +117,6 @@ def _describe_options(group: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={stable_repr(group[name])}" for name in names if name in group)
 
 
-def _describe_elementwise(members: Sequence[Member]) -> str:
-    shapes = ", ".join(f"{m.name} {tuple(m.parameter.shape)} {m.parameter.dtype}" for m in members)
-    return f"{members[0].group['algorithm']}: {shapes}"
+def _describe_member(member: Member) -> str:
+    parameter = member.parameter
+    return f"{member.name}: {member.group['algorithm']} {tuple(parameter.shape)} {parameter.dtype}"

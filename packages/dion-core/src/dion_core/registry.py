@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
@@ -40,15 +41,7 @@ def available_transports() -> dict[str, type[Transport]]:
         TransportError: a name is taken twice, a package cannot be imported, or it was made for another version
             of the transport interface.
     """
-    found: dict[str, EntryPoint] = {}
-    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: (entry.name, entry.value)):
-        other = found.get(entry.name)
-        if other is not None and other.value != entry.value:
-            raise TransportError(
-                f"transport {entry.name!r} is installed twice: {other.value} and {entry.value}; uninstall one"
-            )
-        found[entry.name] = entry
-    return {name: _load(entry) for name, entry in found.items()}
+    return {name: _load(entry) for name, entry in _entries().items()}
 
 
 def choose_transport(transport: str | Transport, scopes: Set[Scope], *, chooses_rows: bool) -> Choice:
@@ -60,24 +53,23 @@ def choose_transport(transport: str | Transport, scopes: Set[Scope], *, chooses_
         chooses_rows: whether the optimizer applies a choice of rows (Dion2) or all of them (Muon).
 
     Raises:
-        TransportError: it is not installed.
+        TransportError: it is not installed, or cannot be used.
         ValueError: it does not serve the scopes.
     """
-    installed = available_transports()
+    entries = _entries()
     if isinstance(transport, Transport):
         choice = Choice(type(transport).__name__, transport, "given as an instance")
     elif transport == "auto":
-        choice = _automatic(scopes, installed)
-    elif transport in installed:
-        choice = Choice(transport, installed[transport](), "asked for by name")
+        choice = _automatic(scopes, entries)
+    elif transport in entries:
+        choice = Choice(transport, _load(entries[transport])(), "asked for by name")
     else:
-        raise TransportError(_missing(transport, installed))
+        raise TransportError(_missing(transport, entries))
     if not scopes <= choice.transport.scopes:
-        others = [name for name, kind in installed.items() if scopes <= kind.scopes]
         purpose = f"scope {_names(scopes)}" if chooses_rows else "all rows, which this optimizer applies"
         raise ValueError(
             f"transport={choice.name!r} does not serve {purpose}; it serves {_names(choice.transport.scopes)}; "
-            f"installed transports that do: {', '.join(others) or 'none'}"
+            f"installed transports that do: {', '.join(_serving(scopes, entries)) or 'none'}"
         )
     return choice
 
@@ -97,38 +89,66 @@ def check_axes(choice: Choice, buckets: Sequence[Bucket]) -> None:
             )
 
 
-def _automatic(scopes: Set[Scope], installed: dict[str, type[Transport]]) -> Choice:
+def _automatic(scopes: Set[Scope], entries: Mapping[str, EntryPoint]) -> Choice:
     for name in (*AUTO_ORDER, "local"):  # a local choice is never taken unasked
-        if name in installed and scopes <= installed[name].scopes and (scopes or name in AUTO_ORDER):
+        if name not in entries or not (scopes or name in AUTO_ORDER):
+            continue
+        kind = _load(entries[name])
+        if scopes <= kind.scopes:
             reason = "serves scope local" if name == "local" else "the best exact transport that is installed"
             logger.info("transport='auto' takes %r: %s", name, reason)
-            return Choice(name, installed[name](), reason)
-    if installed and scopes:
-        raise ValueError(f"transport='auto': none of {', '.join(installed)} serves scope {_names(scopes)}")
-    raise TransportError(_missing("full", installed))
+            return Choice(name, kind(), reason)
+    if entries and scopes:
+        raise ValueError(f"transport='auto': none of {', '.join(entries)} serves scope {_names(scopes)}")
+    raise TransportError(_missing("full", entries))
+
+
+def _serving(scopes: Set[Scope], entries: Mapping[str, EntryPoint]) -> list[str]:
+    """The usable transports that serve the scopes; for a message, so that a broken one is passed over."""
+    serving = []
+    for name, entry in entries.items():
+        with suppress(TransportError):
+            if scopes <= _load(entry).scopes:
+                serving.append(name)
+    return serving
 
 
 def _names(scopes: Set[Scope]) -> str:
     return ", ".join(sorted(scopes))
 
 
-def _missing(name: str, installed: dict[str, type[Transport]]) -> str:
-    listed = ", ".join(installed) or "none"
+def _missing(name: str, entries: Mapping[str, EntryPoint]) -> str:
+    listed = ", ".join(entries) or "none"
     package = KNOWN_PACKAGES.get(name)
     hint = f"; `pip install {package}` brings {name!r}" if package else f"; known: {sorted(KNOWN_PACKAGES)}"
     return f"transport={name!r} is not installed (installed: {listed}){hint}"
 
 
+def _entries() -> dict[str, EntryPoint]:
+    """The installed entry points by name, ordered by name; raises TransportError for a name taken twice."""
+    found: dict[str, EntryPoint] = {}
+    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: (entry.name, entry.value)):
+        other = found.get(entry.name)
+        if other is not None and other.value != entry.value:
+            raise TransportError(
+                f"transport {entry.name!r} is installed twice: {other.value} and {entry.value}; uninstall one"
+            )
+        found[entry.name] = entry
+    return found
+
+
 def _load(entry: EntryPoint) -> type[Transport]:
+    where = f"transport {entry.name!r} ({entry.value})"
     try:
         kind = entry.load()
-    except (ImportError, AttributeError) as error:
-        raise TransportError(f"transport {entry.name!r} ({entry.value}) cannot be imported: {error}") from error
+    except Exception as error:  # whatever a package's import may raise
+        raise TransportError(f"{where} cannot be imported: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, Transport)):
-        raise TransportError(f"transport {entry.name!r} ({entry.value}) is not a dion_core Transport class")
-    if kind.interface_version != INTERFACE_VERSION:
+        raise TransportError(f"{where} is not a dion_core Transport class")
+    version = getattr(kind, "interface_version", None)
+    if version != INTERFACE_VERSION:
         raise TransportError(
-            f"transport {entry.name!r} ({entry.value}) was made for interface version "
-            f"{kind.interface_version}; this dion-core has {INTERFACE_VERSION}: install matching versions"
+            f"{where} was made for interface version {version}; this dion-core has {INTERFACE_VERSION}: install "
+            "matching versions"
         )
     return kind

@@ -147,7 +147,8 @@ class Transport(ABC):
     compare.
 
     Attributes:
-        interface_version: of this interface, for which the transport was made.
+        interface_version: the version of this interface that the transport was written for. It has no default,
+            so that a transport that was not adapted to a new version is noticed.
         scopes: which choices of rows it serves.
         default_scope: the scope where none is asked for.
         axes: which splits of a matrix it serves.
@@ -155,7 +156,7 @@ class Transport(ABC):
         may_defer: whether `Exchange.admit` may refuse rows; their waiting times are then kept as state.
     """
 
-    interface_version: ClassVar[int] = INTERFACE_VERSION
+    interface_version: ClassVar[int]
     scopes: ClassVar[frozenset[Scope]]
     default_scope: ClassVar[Scope]
     axes: ClassVar[frozenset[Axis]]

@@ -40,10 +40,10 @@ from dion_core.transport import Transport
 
 TOLERANCE = {
     "cpu": {torch.float64: 1e-9, torch.float32: 2e-3, torch.bfloat16: 3e-2},
-    "cuda": {torch.float64: 1e-9, torch.float32: 2e-2, torch.bfloat16: 3e-2},
+    "cuda": {torch.float64: 1e-9, torch.float32: 2e-2, torch.bfloat16: 6e-2},
 }
-"""Largest difference of an entry (entries are 1.2 and less) by device and wire dtype. On CUDA Newton-Schulz
-computes in fp16, unless the wire is fp64."""
+"""Largest difference of an entry (their root mean square is about 0.3) by device and wire dtype. On CUDA
+Newton-Schulz computes in fp16 unless the wire is fp64, batched, and some matrices are nearly singular."""
 
 _UNUSED = (math.nan, 1e30)  # what stands in unused slots, in turn
 
@@ -165,7 +165,7 @@ def _disagreements(by_rank: Sequence[_Status], calls: Sequence[Call]) -> Iterato
 def _wrong(transport: Transport, case: Case, trial: Trial, again: Trial) -> Iterator[str]:
     """What is wrong with a bucket, of which `again` had other values in unused slots. Collective."""
     everywhere = admitted_everywhere(trial)
-    admission = [*_admission(trial, may_defer=getattr(transport, "may_defer", False)), *_form(trial)]
+    admission = [*_admission(trial, may_defer=transport.may_defer), *_form(trial)]
     yield from admission
     if trial.modified or again.modified:
         yield "modified: momentum or selection of the caller changed"
