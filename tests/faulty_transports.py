@@ -131,7 +131,7 @@ class OrthogonalizesTwice(Sound):
 class DefersWithoutSayingSo(Sound):
     def admit(self, selection: RowSelection) -> RowSelection:
         by_rank = selection.count_by_rank.clamp(max=1)  # every rank sends its first row of every matrix
-        return RowSelection(selection.index, by_rank[self.bucket.layout.group.rank], by_rank)
+        return RowSelection.unranked(selection.index, by_rank[self.bucket.layout.group.rank], by_rank)
 
 
 class AdmitsWhatWasNotChosen(Sound):
@@ -152,7 +152,7 @@ class RanksDisagreeOnCounts(Sound):
     def admit(self, selection: RowSelection) -> RowSelection:
         by_rank = selection.count_by_rank.clone()
         by_rank[1 - self.bucket.layout.group.rank] = 0
-        return RowSelection(selection.index, selection.count, by_rank)
+        return RowSelection.unranked(selection.index, selection.count, by_rank)
 
 
 class ReturnsAnotherDtype(Sound):

@@ -61,7 +61,7 @@ def result_of(steps: Steps[Tensor]) -> Tensor:
 
 
 def bucket_of(layout: Layout, most: int, total: int, dtype: torch.dtype = torch.float64) -> Bucket:
-    return Bucket(layout, (0,) * layout.num_matrices, most, total, dtype, CPU)
+    return Bucket(layout, (0,) * layout.num_matrices, most, total, dtype, CPU, "bucket")
 
 
 def expected(
@@ -98,7 +98,7 @@ def whole_case(
         for place, row in enumerate(chosen_):
             values[slot[matrix, place]] = updates[matrix, row].to(dtype)
     layout = split_layout(fake_group(0, 1), Axis.WHOLE, (rows, columns)).stack(num_matrices)
-    return Rows(values, slot), RowSelection(index, count, count[None]), bucket_of(layout, most, most, dtype)
+    return Rows(values, slot), RowSelection.unranked(index, count, count[None]), bucket_of(layout, most, most, dtype)
 
 
 def randn(seed: int, *shape: int) -> Tensor:

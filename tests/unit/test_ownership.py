@@ -117,7 +117,7 @@ def planned_bytes(transport: Transport, selector: Selector, size: int) -> list[i
             offered = max(selector.offered(layout, each, 0) for each in range(size))
             of_bucket = tuple(owners[start : start + number])
             start += number
-            buckets.append(Bucket(layout, of_bucket, offered, selector.total(whole, 0), torch.bfloat16, CPU))
+            buckets.append(Bucket(layout, of_bucket, offered, selector.total(whole, 0), torch.bfloat16, CPU, "bucket"))
         traffic = [exchange.traffic() for exchange in transport.open(buckets).exchanges]
         assert all(len(each.forward) == len(each.back) == size for each in traffic)
         sent.append(sum(each.num_bytes for each in traffic))

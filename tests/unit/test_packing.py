@@ -17,7 +17,7 @@ Chosen = Sequence[Sequence[int]]  # by matrix, the chosen global rows, ascending
 
 
 def bucket_of(layout: Layout, owners: Sequence[int], max_rows: int, total_rows: int) -> Bucket:
-    return Bucket(layout, tuple(owners), max_rows, total_rows, torch.float64, CPU)
+    return Bucket(layout, tuple(owners), max_rows, total_rows, torch.float64, CPU, "bucket")
 
 
 def seen_from(bucket: Bucket, rank: int) -> Bucket:

@@ -253,7 +253,7 @@ def test_the_scope_asked_for_goes_before_the_default(alone: Install) -> None:
 
 def bucket(axis: Axis) -> Bucket:
     layout = split_layout(SoloGroup(), axis, (4, 3))
-    return Bucket(layout, (0,), 4, 4, torch.float32, torch.device("cpu"))
+    return Bucket(layout, (0,), 4, 4, torch.float32, torch.device("cpu"), "bucket")
 
 
 def test_an_axis_that_is_not_served(alone: Install) -> None:

@@ -38,7 +38,7 @@ class HesitantExchange(LocalExchange):
 
     def admit(self, selection: RowSelection) -> RowSelection:
         counts = (selection.count_by_rank - 1).clamp(min=0)
-        return RowSelection(selection.index, counts[0], counts)
+        return RowSelection.unranked(selection.index, counts[0], counts)
 
 
 def parameter(seed: int, *shape: int) -> torch.nn.Parameter:

@@ -48,7 +48,7 @@ def batch(seed: int, dtype: torch.dtype = torch.float32, strides: str = "contigu
 
 def selection_of(index: Sequence[Sequence[int]], count: Sequence[int]) -> RowSelection:
     counts = torch.tensor(count)
-    return RowSelection(torch.tensor(index, dtype=torch.int64).view(len(count), -1), counts, counts[None])
+    return RowSelection.unranked(torch.tensor(index, dtype=torch.int64).view(len(count), -1), counts, counts[None])
 
 
 def some_selection() -> RowSelection:

@@ -26,6 +26,8 @@ LONG_PAIR = 200
 LONG_MARGIN = 0.15
 DEVIATIONS = 2.5
 """Standard deviations of a Poisson count that a learned budget leaves above the mean."""
+TIGHT = 0.6
+"""Budgets are raised once less than this part of a pair's margin is left."""
 PATIENCE = 32
 """Steps before budgets shrink: changing them costs new buffers (and a new capture)."""
 
@@ -75,17 +77,19 @@ class LearnedBudgets:
     def observe(self, counts: Sequence[int]) -> bool:
         """Takes in what the pairs needed in one more step; true if the budgets have changed.
 
-        They change as soon as one is too low, and after `PATIENCE` steps if they could be a tenth lower in all.
+        All change together: as soon as one has used up most of its margin, and after `PATIENCE` steps if they
+        could be a tenth lower in all.
         """
         self.window.append(tuple(counts))
         self.unchanged += 1
-        wanted = self._wanted()
-        if not self.budgets:
-            self.budgets = wanted
-            return True
-        too_low = any(need > budget for need, budget in zip(self._recent(), self.budgets, strict=True))
-        too_high = sum(self.budgets) > 1.1 * sum(wanted) and self.unchanged >= PATIENCE
-        if not (too_low or too_high) or wanted == self.budgets:
+        needs = self._needs()
+        wanted = tuple(map(learned_budget, needs))
+        tight = any(
+            budget - need < TIGHT * (target - need)
+            for need, target, budget in zip(needs, wanted, self.budgets, strict=False)
+        )
+        loose = sum(self.budgets) > 1.1 * sum(wanted) and self.unchanged >= PATIENCE
+        if self.budgets and not tight and not loose:
             return False
         self.budgets, self.unchanged = wanted, 0
         return True
@@ -104,14 +108,10 @@ class LearnedBudgets:
         self.budgets = tuple(state["budgets"])
         self.unchanged = state["unchanged"]
 
-    def _recent(self) -> Counts:
-        newest = list(self.window)[-RECENT:]
-        return tuple(math.ceil(sum(pair) / len(newest)) for pair in zip(*newest, strict=True))
-
-    def _wanted(self) -> Counts:
-        newest = list(self.window)[-RECENT:]
-        means = [
-            max(sum(pair) / len(self.window), sum(pair[-len(newest) :]) / len(newest))
-            for pair in zip(*self.window, strict=True)
-        ]
-        return tuple(map(learned_budget, means))
+    def _needs(self) -> list[float]:
+        """The rows that each pair needs on average: over the window, or now, where that has suddenly grown."""
+        needs = []
+        for pair in zip(*self.window, strict=True):
+            mean, now = sum(pair) / len(pair), sum(pair[-RECENT:]) / len(pair[-RECENT:])
+            needs.append(now if now > learned_budget(mean) else mean)
+        return needs

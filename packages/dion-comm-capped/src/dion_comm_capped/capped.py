@@ -53,7 +53,7 @@ class PooledExchange(Exchange):
         return Rows(values, self._slots(selection, self._sender.forward_first, sum(sent)))
 
     def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
-        group, columns, total = self.bucket.layout.group, self.bucket.shape[1], self.bucket.total_rows
+        group, columns, total = self.bucket.group, self.bucket.shape[1], self.bucket.total_rows
         self._write_header(rows.values, selection.count)
         sent, received = ([size * columns for size in sizes] for sizes in self._plan.forward_rows())
         # A few elements more, so that a count is read even where no pair has a header.
@@ -144,13 +144,13 @@ class CappedSession(Session):
     def state_dict(self) -> dict[str, Any]:
         """The learned budgets and the counts that are still to be used. Waits for the device."""
         return {
-            "ranks": [exchange.bucket.layout.group.size for exchange in self._pooled],
+            "ranks": [exchange.bucket.group.size for exchange in self._pooled],
             "learned": self._learned.state_dict(),
             "pending": [copy.values() for copy in self._copies],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        ranks = [exchange.bucket.layout.group.size for exchange in self._pooled]
+        ranks = [exchange.bucket.group.size for exchange in self._pooled]
         if self._options.capacity != "learned" or state_dict.get("ranks") != ranks:
             return
         self._learned.load_state_dict(state_dict["learned"])
@@ -170,7 +170,7 @@ class CappedSession(Session):
     def _apply(self) -> None:
         budgets = list(self._learned.budgets)
         for exchange in self._pooled:
-            size = exchange.bucket.layout.group.size
+            size = exchange.bucket.group.size
             of_bucket, budgets = budgets[: size * size], budgets[size * size :]
             exchange.use([of_bucket[rank * size : (rank + 1) * size] for rank in range(size)])
 

@@ -188,12 +188,18 @@ def make_buckets(
 
 def _selector(options: Mapping[str, Any], layout: Layout, rule: Rule, choice: Choice | None) -> Selector:
     if not rule.chooses_rows:
-        return selector("all", 1.0, layout.axis, None)
+        return selector("all", 1.0, layout.axis)
     scope = options["scope"]
     if choice is not None and needs_transport(layout):
         scope = resolve_scope(choice, scope)
     slack = choice.transport.local_slack() if choice is not None else None
     return selector(scope or "global", float(options["fraction"]), layout.axis, slack)
+
+
+def _name(entries: Sequence[tuple[_Draft, int]]) -> str:
+    first, others = entries[0][0], len(entries) - 1
+    rows, columns = first.layout.shape
+    return f"bucket {first.member.name}" + (f" and {others} more" if others else "") + f" ({rows}x{columns})"
 
 
 def _bucket(entries: Sequence[tuple[_Draft, int]], rule: Rule, choice: Choice | None) -> MatrixBucket:
@@ -207,6 +213,7 @@ def _bucket(entries: Sequence[tuple[_Draft, int]], rule: Rule, choice: Choice | 
         total_rows=first.selector.total(layout, 0),
         dtype=first.wire_dtype,
         device=local_tensor(first.member.parameter).device,
+        name=_name(entries),
     )
     builtin = ReplicatedExchange if layout.axis is Axis.REPLICATED else LocalExchange
     return MatrixBucket(

@@ -56,7 +56,7 @@ class ReplicatedExchange(Exchange):
         return _whole_buffer(self.bucket)
 
     def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
-        bucket, group = self.bucket, self.bucket.layout.group
+        bucket, group = self.bucket, self.bucket.group
         by_owner = [bucket.owned(rank) for rank in range(group.size)]
         mine = torch.tensor(by_owner[group.rank], dtype=torch.int64, device=bucket.device)
         results = orthogonalizer(_matrices(rows, selection, mine)).flatten()
@@ -72,7 +72,7 @@ class ReplicatedExchange(Exchange):
         return Rows(gathered, slot)
 
     def traffic(self) -> Traffic:
-        bucket, group = self.bucket, self.bucket.layout.group
+        bucket, group = self.bucket, self.bucket.group
         size = torch.empty(0, dtype=bucket.dtype).element_size()
         owned = len(bucket.owned(group.rank)) * bucket.total_rows * bucket.shape[1] * size
         return Traffic(back=(owned,) * group.size, collectives=1)

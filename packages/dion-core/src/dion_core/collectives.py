@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -17,7 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dion_core.watchdog import WATCHDOG
+
 Reduction = Literal["sum", "max"]
+
+
+class TransportError(RuntimeError):
+    """A transport that is missing or does not fit, ranks that disagree, or a collective that failed."""
 
 
 class Handle(Protocol):
@@ -42,6 +49,9 @@ class Group(Protocol):
     def ranks(self) -> tuple[int, ...]:
         """The global numbers of the group's ranks, in group order."""
 
+    def named(self, label: str) -> Group:
+        """The same group, whose collectives say what they are for in errors and when observed."""
+
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
         """Fills outputs[r] with rank r's `tensor`. Lengths may differ by rank, and may be 0."""
 
@@ -64,12 +74,14 @@ class Group(Protocol):
 class Call:
     """One collective that this rank issued: its name, the group's size, and the bytes sent to each peer.
 
-    `sent` includes the bytes a rank sends to itself; a reduction counts its message once for every peer.
+    `sent` includes the bytes a rank sends to itself; a reduction counts its message once for every peer. `label`
+    is what the group was named for.
     """
 
     name: str
     size: int
     sent: tuple[int, ...]
+    label: str = ""
 
 
 _observers: list[Callable[[Call], None]] = []
@@ -84,11 +96,6 @@ def observe() -> Iterator[list[Call]]:
         yield calls
     finally:
         _observers.remove(calls.append)
-
-
-def _announce(name: str, size: int, sent: Sequence[int]) -> None:
-    for observer in _observers:
-        observer(Call(name, size, tuple(sent)))
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -110,22 +117,36 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 class _Pending:
     """Works to wait for, with the tensors that they read and write kept alive until then."""
 
-    def __init__(self, works: Sequence[dist.Work | None], *tensors: Tensor) -> None:
+    def __init__(self, works: Sequence[dist.Work] = (), tensors: Sequence[Tensor] = (), what: str = "") -> None:
         self._works = works
-        self._tensors: tuple[Tensor, ...] = tensors
+        self._tensors = tensors
+        self._what = what
 
     def wait(self) -> None:
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        with _named_errors(self._what):
+            for work in self._works:
+                work.wait()  # on gloo bounded by the time-out of the process group
         self._works, self._tensors = (), ()
+
+
+@contextmanager
+def _named_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed raises it for time-outs and lost peers alike
+        raise TransportError(f"{what} failed: {error}") from error
 
 
 @dataclass(frozen=True)
 class TorchGroup:
-    """A `Group` on a torch.distributed process group (NCCL or gloo). Equal if the process group is the same."""
+    """A `Group` on a torch.distributed process group (NCCL or gloo). Equal if the process group is the same.
+
+    Every collective is bounded by the time-out that the process group was made with: on gloo the wait for it, on
+    NCCL by a watchdog, since waiting there would block the host.
+    """
 
     process_group: dist.ProcessGroup
+    label: str = field(default="", compare=False)
 
     @cached_property
     def rank(self) -> int:
@@ -139,52 +160,67 @@ class TorchGroup:
     def ranks(self) -> tuple[int, ...]:
         return tuple(dist.get_process_group_ranks(self.process_group))
 
+    def named(self, label: str) -> TorchGroup:
+        return replace(self, label=label)
+
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
-        _announce("all_gather", self.size, [num_bytes(tensor)] * self.size)
-        if len({output.numel() for output in outputs}) == 1:
-            pieces = [_as_bytes(output) for output in outputs]
-            works = [dist.all_gather(pieces, _as_bytes(tensor), group=self.process_group, async_op=True)]
-        else:  # gloo gathers equal lengths only
+        def start() -> list[dist.Work]:
+            if len({output.numel() for output in outputs}) == 1:
+                pieces = [_as_bytes(output) for output in outputs]
+                return [dist.all_gather(pieces, _as_bytes(tensor), group=self.process_group, async_op=True)]
+            # gloo gathers equal lengths only
             outputs[self.rank].copy_(tensor)
-            works = [self._broadcast(output, rank) for rank, output in enumerate(outputs) if output.numel()]
-        return _Pending(works, tensor, *outputs)
+            return [self._broadcast(output, rank) for rank, output in enumerate(outputs) if output.numel()]
+
+        return self._launch("all_gather", [num_bytes(tensor)] * self.size, start, tensor, *outputs)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
-        _announce("all_reduce", self.size, [num_bytes(tensor)] * self.size)
-        work = dist.all_reduce(tensor, _operation(reduction), group=self.process_group, async_op=True)
-        return _Pending([work], tensor)
+        def start() -> list[dist.Work]:
+            return [dist.all_reduce(tensor, _operation(reduction), group=self.process_group, async_op=True)]
+
+        return self._launch("all_reduce", [num_bytes(tensor)] * self.size, start, tensor)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
-        _announce("reduce_scatter", self.size, [num_bytes(output)] * self.size)
-        parts = list(tensor.chunk(self.size))
-        work = dist.reduce_scatter(output, parts, _operation(reduction), group=self.process_group, async_op=True)
-        return _Pending([work], output, tensor)
+        def start() -> list[dist.Work]:
+            parts, operation = list(tensor.chunk(self.size)), _operation(reduction)
+            return [dist.reduce_scatter(output, parts, operation, group=self.process_group, async_op=True)]
+
+        return self._launch("reduce_scatter", [num_bytes(output)] * self.size, start, output, tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         sent = [num_bytes(tensor) * (source == self.rank)] * self.size
-        _announce("broadcast", self.size, sent)
-        return _Pending([self._broadcast(tensor, source)], tensor)
+        return self._launch("broadcast", sent, lambda: [self._broadcast(tensor, source)], tensor)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
-        width = tensor.element_size()
-        _announce("all_to_all", self.size, [split * width for split in input_splits])
-        work = dist.all_to_all_single(
-            _as_bytes(output),
-            _as_bytes(tensor),
-            [split * width for split in output_splits],
-            [split * width for split in input_splits],
-            group=self.process_group,
-            async_op=True,
-        )
-        return _Pending([work], output, tensor)
+        received, sent = ([split * tensor.element_size() for split in each] for each in (output_splits, input_splits))
 
-    def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
-        work: dist.Work | None = dist.broadcast(
-            _as_bytes(tensor), group=self.process_group, async_op=True, group_src=source
-        )
+        def start() -> list[dist.Work]:
+            whole = (_as_bytes(output), _as_bytes(tensor))
+            return [dist.all_to_all_single(*whole, received, sent, group=self.process_group, async_op=True)]
+
+        return self._launch("all_to_all", sent, start, output, tensor)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> dist.Work:
+        whole = _as_bytes(tensor)
+        work: dist.Work = dist.broadcast(whole, group=self.process_group, async_op=True, group_src=source)
         return work
+
+    def _launch(self, name: str, sent: Sequence[int], start: Callable[[], list[dist.Work]], *tensors: Tensor) -> Handle:
+        for observer in _observers:
+            observer(Call(name, self.size, tuple(sent), self.label))
+        what = f"{name} for {self.label or 'the optimizer'} on rank {dist.get_rank()} among ranks {self.ranks}"
+        with _named_errors(what):
+            works = start()
+        if tensors[0].is_cuda:
+            seconds = 0.9 * self._timeout(tensors[0].device)  # before torch's own watchdog, which names no bucket
+            WATCHDOG.watch(works, what, seconds, self.process_group.abort)
+        return _Pending(works, tensors, what)
+
+    def _timeout(self, device: torch.device) -> float:
+        timeout: timedelta = self.process_group._get_backend(device).options._timeout
+        return timeout.total_seconds()
 
 
 def _operation(reduction: Reduction) -> dist.ReduceOp.RedOpType:
@@ -199,22 +235,25 @@ class SoloGroup:
     size: int = 1
     ranks: tuple[int, ...] = (0,)
 
+    def named(self, label: str) -> SoloGroup:
+        return self
+
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
         outputs[0].copy_(tensor)
-        return _Pending([])
+        return _Pending()
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
-        return _Pending([])
+        return _Pending()
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
         output.copy_(tensor)
-        return _Pending([])
+        return _Pending()
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return _Pending([])
+        return _Pending()
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
         output.copy_(tensor)
-        return _Pending([])
+        return _Pending()

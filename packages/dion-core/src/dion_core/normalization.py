@@ -102,7 +102,7 @@ def _over_columns(sums: Tensor, bucket: Bucket) -> Steps[Tensor]:
     """(N, K) sums over whole rows: where columns are split, the sum of all ranks' sums, in rank order."""
     if bucket.layout.axis is not Axis.COLUMNS:
         return sums
-    group = bucket.layout.group
+    group = bucket.group.named(f"row statistics of {bucket.name}")
     gathered = sums.new_empty(group.size, sums.numel())
     handle = group.all_gather(gathered.unbind(), sums.flatten())
     yield
@@ -115,7 +115,8 @@ def _over_rows(values: Tensor, selection: RowSelection, bucket: Bucket) -> Steps
     layout = bucket.layout
     if layout.axis is not Axis.ROWS:
         return values.sum(dim=2)
-    group, num_matrices = layout.group, bucket.num_matrices
+    num_matrices = bucket.num_matrices
+    group = bucket.group.named(f"row statistics of {bucket.name}")
     slots = [max(bucket.offered(rank, matrix) for matrix in range(num_matrices)) for rank in range(group.size)]
     # The counts travel along: how many rows another rank was admitted is known to that rank alone.
     message = torch.cat([selection.count.to(values.dtype), values.flatten()])

@@ -38,7 +38,7 @@ class SlotPlan:
 
     @property
     def rank(self) -> int:
-        return self.bucket.layout.group.rank
+        return self.bucket.group.rank
 
     @cached_property
     def owned(self) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class SlotPlan:
 
     @property
     def _ranks(self) -> range:
-        return range(self.bucket.layout.group.size)
+        return range(self.bucket.group.size)
 
 
 def compact(count: Tensor, start: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -124,6 +124,8 @@ def compact(count: Tensor, start: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 def collect(rows: Tensor, source: Tensor, valid: Tensor) -> Tensor:
     """(B, T, C) matrices in fresh storage: row source[b, t] of `rows` (S, C) where valid (B, T), else zeros."""
+    if not rows.shape[0]:  # nothing was sent in this step
+        return rows.new_zeros(*source.shape, rows.shape[1])
     matrices = rows.index_select(0, source.flatten()).view(*source.shape, rows.shape[1])
     return matrices.masked_fill_(~valid[:, :, None], 0)
 
@@ -203,13 +205,13 @@ class SlotExchange(Exchange):
 
     def reserve(self, selection: RowSelection) -> Rows:
         bucket = self.bucket
-        columns = bucket.layout.columns(bucket.layout.group.rank)
+        columns = bucket.layout.columns(bucket.group.rank)
         # One row more than is sent takes what has no slot.
         values = torch.empty(self.plan.num_slots + 1, columns, dtype=bucket.dtype, device=bucket.device)
         return Rows(values, self.plan.slot)
 
     def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
-        group, whole = self.bucket.layout.group, assembly(self.plan)
+        group, whole = self.bucket.group, assembly(self.plan)
         sent, received = self.plan.elements_sent(), self.plan.elements_received()
         arrived = rows.values.new_empty(sum(received))
         handle = group.all_to_all(arrived, rows.values[:-1].flatten(), received, sent)

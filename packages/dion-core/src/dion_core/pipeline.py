@@ -63,7 +63,7 @@ def _agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradient
         for flags, gradient in zip(bad, of_bucket, strict=True):
             if gradient is not None:
                 flags.copy_(~gradient.isfinite().all(dim=1))
-        layout.group.all_reduce(bad, "max").wait()
+        bucket.bucket.group.named(f"finite rows of {bucket.bucket.name}").all_reduce(bad, "max").wait()
         agreed[number] = [
             None if gradient is None else torch.where(flags.bool()[:, None], torch.nan, gradient)
             for flags, gradient in zip(bad, of_bucket, strict=True)
@@ -101,7 +101,7 @@ def _gather_scores(buckets: Sequence[MatrixBucket], scores: Sequence[Tensor]) ->
         ]
         message = torch.cat([scores[n].flatten() for n in numbers])
         outputs = [message.new_empty(sum(of_rank)) for of_rank in lengths]
-        pending.append((group.all_gather(outputs, message), numbers, outputs, lengths))
+        pending.append((group.named("row scores").all_gather(outputs, message), numbers, outputs, lengths))
     for handle, numbers, outputs, lengths in pending:
         handle.wait()
         by_rank = [split(output, of_rank) for output, of_rank in zip(outputs, lengths, strict=True)]

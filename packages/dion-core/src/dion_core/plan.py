@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dion_core.buckets import MatrixBucket, Member, make_buckets, needs_transport, stable_repr
@@ -63,6 +64,8 @@ class Plan:
         """Opens the transport. Collective over the ranks of the buckets."""
         if self.choice is None:
             return
+        for group in dict.fromkeys(bucket.bucket.layout.group for bucket in self.transported):
+            _warm_up(group, self.transported[0].bucket.device)
         self.session = self.choice.transport.open([bucket.bucket for bucket in self.transported])
         for bucket, exchange in zip(self.transported, self.session.exchanges, strict=True):
             bucket.exchange = exchange
@@ -105,6 +108,13 @@ def make_plan(
         [member for member in members if member.group is group] for group in groups if group["algorithm"] != "matrix"
     ]
     return Plan(members, buckets, [part for part in elementwise if part], choice, loads, groups)
+
+
+def _warm_up(group: Group, device: torch.device) -> None:
+    """Connects all peers by one byte, before a real message depends on it."""
+    message = torch.zeros(group.size, dtype=torch.uint8, device=device)
+    ones = [1] * group.size
+    group.named("the warm-up").all_to_all(torch.empty_like(message), message, ones, ones).wait()
 
 
 def _members(groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -> list[Member]:

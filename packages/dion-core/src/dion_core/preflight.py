@@ -46,7 +46,7 @@ def compare_plans(plan: Sequence[str], failure: Exception | None, group: Group, 
 
 def _gather(message: bytes, sizes: Sequence[int], group: Group, device: torch.device) -> list[bytes]:
     outputs = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-    group.all_gather(outputs, _tensor(message, device)).wait()
+    group.named("the preflight").all_gather(outputs, _tensor(message, device)).wait()
     return [bytes(output.tolist()) for output in outputs]
 
 

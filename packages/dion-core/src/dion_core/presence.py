@@ -39,7 +39,7 @@ class Presence:
             bad = [~gradient.isfinite().all() for gradient in gradients if gradient is not None]
             if bad:
                 self._flags[-1] = torch.stack([flag.to(device) for flag in bad]).any()
-        self._handle: Handle = group.all_reduce(self._flags, "max")
+        self._handle: Handle = group.named("presence flags").all_reduce(self._flags, "max")
 
     @cached_property
     def _agreed(self) -> Tensor:

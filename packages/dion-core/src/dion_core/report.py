@@ -47,6 +47,7 @@ def _bucket(entry: MatrixBucket) -> Report:
     for counter in (entry.chosen, entry.applied, entry.nonfinite):
         counter.zero_()
     return {
+        "name": bucket.name,
         "shape": list(bucket.shape),
         "parameters": [member.name for member in entry.members],
         "axis": str(bucket.layout.axis),

@@ -44,6 +44,13 @@ class RowSelection:
     ratio: Tensor
     age: Tensor
 
+    @classmethod
+    def unranked(cls, index: Tensor, count: Tensor, count_by_rank: Tensor) -> RowSelection:
+        """A choice in which no row is stronger than another and none has waited."""
+        ratio = torch.ones(index.shape, device=index.device)
+        age = torch.zeros(index.shape, dtype=torch.int32, device=index.device)
+        return cls(index, count, count_by_rank, ratio, age)
+
     def valid(self) -> Tensor:
         """(N, K) bool: which entries of `index` are chosen rows."""
         return torch.arange(self.index.shape[1], device=self.index.device) < self.count[:, None]

@@ -29,7 +29,7 @@ class Rule:
     chooses_rows: bool
 
 
-def selector(scope: Scope, fraction: float, axis: Axis, slack: float | None) -> Selector:
+def selector(scope: Scope, fraction: float, axis: Axis, slack: float | None = None) -> Selector:
     """The selector of a scope. Where rows are not split, the local choice is the global one."""
     if scope == "all":
         return AllRows()

@@ -64,7 +64,7 @@ class AllRows:
         num_matrices, rows = scores.shape
         index = torch.arange(rows, device=scores.device).expand(num_matrices, rows)
         count_by_rank = tables.num_rows * active
-        return _selection(index, count_by_rank, tables.layout.group.rank)
+        return RowSelection.unranked(index, count_by_rank[tables.layout.group.rank], count_by_rank)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class LocalRows:
         wanted = torch.arange(scores.shape[1], device=scores.device) < count[:, None]
         chosen = torch.zeros_like(wanted).scatter_(1, order, wanted)
         index = _chosen_first(chosen)[:, : _most(self, layout)]
-        return _selection(index, count_by_rank, layout.group.rank)
+        return RowSelection.unranked(index, count, count_by_rank)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _choose(selector: Selector, scores: Tensor, tables: RowTables, active: Tenso
     ratio = _ratio(scores, scores.gather(1, best[:, -1:]))
     index = _chosen_first(_here(chosen, tables))[:, : _most(selector, layout)]
     count_by_rank = _count_by_rank(chosen, tables)
-    selection = _selection(index, count_by_rank, layout.group.rank)
+    selection = RowSelection.unranked(index, count_by_rank[layout.group.rank], count_by_rank)
     return replace(selection, ratio=_here(ratio, tables).gather(1, index))
 
 
@@ -195,17 +195,6 @@ def _count_by_rank(chosen: Tensor, tables: RowTables) -> Tensor:
         return chosen.sum(dim=1).expand(layout.group.size, -1)
     counts = torch.zeros(layout.num_matrices, layout.group.size, dtype=torch.int64, device=chosen.device)
     return counts.scatter_add_(1, tables.rank_of_row, chosen.long()).T.contiguous()
-
-
-def _selection(index: Tensor, count_by_rank: Tensor, rank: int) -> RowSelection:
-    """A choice in which no row is stronger than another, and none has waited."""
-    return RowSelection(
-        index=index,
-        count=count_by_rank[rank],
-        count_by_rank=count_by_rank,
-        ratio=torch.ones(index.shape, device=index.device),
-        age=torch.zeros(index.shape, dtype=torch.int32, device=index.device),
-    )
 
 
 def _here(whole: Tensor, tables: RowTables) -> Tensor:

@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from dion_core.collectives import Group
+from dion_core.collectives import TransportError as TransportError
 from dion_core.layout import Axis, Layout
 from dion_core.newton_schulz import Orthogonalizer
 from dion_core.rows import Rows, RowSelection
@@ -23,10 +25,6 @@ INTERFACE_VERSION = 1
 """The version of this interface. A transport made for another one is refused."""
 
 Scope = Literal["all", "local", "global"]
-
-
-class TransportError(RuntimeError):
-    """A transport that is missing, does not fit, or disagrees between ranks."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class Bucket:
         total_rows: the most rows that all ranks together offer of one matrix.
         dtype: of the rows on the wire.
         device: where the rows lie.
+        name: of the bucket, for errors and reports.
     """
 
     layout: Layout
@@ -48,6 +47,12 @@ class Bucket:
     total_rows: int
     dtype: torch.dtype
     device: torch.device
+    name: str
+
+    @property
+    def group(self) -> Group:
+        """The ranks that hold parts of the matrices; its collectives name the bucket."""
+        return self.layout.group.named(self.name)
 
     @property
     def num_matrices(self) -> int:

@@ -120,7 +120,7 @@ class Problem:
             scores = torch.cat([scores.flatten(), scores.new_zeros(1)])[self.tables.position]
         chosen = self.selector.select(scores, self.tables, self.active)
         by_rank = (chosen.count_by_rank - self.fewer).clamp(min=0)
-        return RowSelection(chosen.index, by_rank[self.bucket.layout.group.rank], by_rank)
+        return RowSelection.unranked(chosen.index, by_rank[self.bucket.layout.group.rank], by_rank)
 
 
 def problems(case: Case, group: Group, device: torch.device, step: int = 0) -> list[Problem]:
@@ -223,6 +223,7 @@ def _bucket(layout: Layout, rule: Selector, owners: Sequence[int], dtype: torch.
         total_rows=max(rule.total(layout, matrix) for matrix in range(layout.num_matrices)),
         dtype=dtype,
         device=device,
+        name="bucket of a cell",
     )
 
 

@@ -1,0 +1,78 @@
+"""Watches collectives on GPUs, where waiting with a time-out would block the host.
+
+One daemon thread for the process looks at the collectives that are under way. One that is not done by its
+deadline is logged by name, and its communicator is aborted, so that the host gets an error instead of hanging.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+logger = logging.getLogger("dion_core")
+
+INTERVAL = 0.25
+"""Seconds between two looks."""
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended; never blocks."""
+
+
+@dataclass(frozen=True)
+class _Watched:
+    works: Sequence[Work]
+    what: str
+    seconds: float
+    deadline: float
+    abort: Callable[[], None]
+
+
+class Watchdog:
+    """Calls `abort` for every collective that is not done in time. The thread runs only while there are some."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watched: list[_Watched] = []
+        self._thread: threading.Thread | None = None
+
+    def watch(self, works: Sequence[Work], what: str, seconds: float, abort: Callable[[], None]) -> None:
+        """Watches until all works have completed, or `seconds` have passed.
+
+        Args:
+            works: that belong together.
+            what: names bucket, rank and collective, for the log.
+            seconds: until `abort` is called.
+            abort: ends the communicator.
+        """
+        with self._lock:
+            self._watched.append(_Watched(works, what, seconds, time.monotonic() + seconds, abort))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="dion-core watchdog", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(INTERVAL)
+            now = time.monotonic()
+            with self._lock:
+                self._watched = [entry for entry in self._watched if not all(w.is_completed() for w in entry.works)]
+                late = [entry for entry in self._watched if entry.deadline < now]
+                self._watched = [entry for entry in self._watched if entry not in late]
+                if not self._watched and not late:
+                    self._thread = None
+                    return
+            for entry in late:
+                logger.error("%s did not end within %.0f s; its communicator is aborted", entry.what, entry.seconds)
+                entry.abort()
+
+
+WATCHDOG = Watchdog()
+"""The one of this process."""
