@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,24 +13,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dion_core.builtin import LocalExchange, ReplicatedExchange
-from dion_core.collectives import Group
 from dion_core.layout import Axis, Layout, RowTables
 from dion_core.newton_schulz import Orthogonalizer, orthogonalizer
 from dion_core.ownership import assign_owners, newton_schulz_cost
 from dion_core.placements import local_tensor
 from dion_core.presence import Presence
-from dion_core.registry import Choice, check_axes, resolve_scope
+from dion_core.registry import Choice, check_axes
 from dion_core.rules import Rule, selector, update_scale
 from dion_core.selection import Selector
 from dion_core.transport import Bucket, Exchange
 
 
 def stable_repr(value: object) -> str:
-    """The repr of a value where that is the same in every process, else the name of what it is."""
-    if type(value).__repr__ is not object.__repr__ and not isinstance(value, FunctionType):
-        return repr(value)
-    named = value if isinstance(value, FunctionType) else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
+    """The repr of a value without what differs between processes: addresses, and the device of a tensor."""
+    if isinstance(value, Tensor):
+        return repr(value.tolist())
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 @dataclass(frozen=True)
@@ -46,17 +44,18 @@ class Member:
         """This rank's part of the gradient, or None.
 
         Raises:
-            ValueError: the gradient is sparse.
+            ValueError: the gradient is sparse, or lies elsewhere than the parameter.
         """
         parameter, gradient = self.parameter, self.parameter.grad
         if gradient is None:
             return None
         if gradient.layout is not torch.strided:
             raise ValueError(f"{self.name}: a gradient of layout {gradient.layout} is not supported, only strided ones")
-        placements = parameter.placements if isinstance(parameter, DTensor) else None
-        if isinstance(gradient, DTensor) and gradient.placements != placements:
-            # A replicated parameter may have a gradient that is still to be summed over the ranks.
-            gradient = gradient.redistribute(placements=placements)
+        given, wanted = (getattr(tensor, "placements", "of a plain tensor") for tensor in (gradient, parameter))
+        if given != wanted:
+            raise ValueError(
+                f"{self.name}: the gradient has placements {given}, the parameter {wanted}: redistribute it first"
+            )
         return local_tensor(gradient)
 
 
@@ -158,7 +157,7 @@ def needs_transport(layout: Layout) -> bool:
 
 def make_buckets(
     members: Sequence[Member], layouts: Sequence[Layout], rule: Rule, choice: Choice | None
-) -> tuple[list[MatrixBucket], dict[Group, list[int]]]:
+) -> tuple[list[MatrixBucket], dict[tuple[int, ...], list[int]]]:
     """Buckets with owners, those that need the transport first and not open yet; and the load by group and rank.
 
     Args:
@@ -191,7 +190,7 @@ def _selector(options: Mapping[str, Any], layout: Layout, rule: Rule, choice: Ch
         return selector("all", 1.0, layout.axis)
     scope = options["scope"]
     if choice is not None and needs_transport(layout):
-        scope = resolve_scope(choice, scope)
+        scope = scope or choice.transport.default_scope
     slack = choice.transport.local_slack() if choice is not None else None
     return selector(scope or "global", float(options["fraction"]), layout.axis, slack)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -10,40 +11,45 @@ from torch import Tensor
 from dion_core.collectives import split
 from dion_core.newton_schulz import Orthogonalizer
 from dion_core.rows import Rows, RowSelection
-from dion_core.steps import Steps
+from dion_core.steps import Steps, done
 from dion_core.transport import Bucket, Exchange, Traffic
 
 
-def _whole_buffer(bucket: Bucket) -> Rows:
-    shape = (bucket.num_matrices, bucket.total_rows)
-    slot = torch.arange(bucket.num_matrices * bucket.total_rows, device=bucket.device).view(shape)
+def _whole_buffer(bucket: Bucket, slot: Tensor) -> Rows:
     values = torch.empty(slot.numel(), bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
     return Rows(values, slot)
 
 
-def _matrices(rows: Rows, selection: RowSelection, numbers: Tensor) -> Tensor:
-    """(B, K, C): the chosen rows of the matrices `numbers`; rows past the count are zero."""
-    values = rows.values.view(*rows.slot.shape, -1).index_select(0, numbers)
-    return values.masked_fill_(~selection.valid()[numbers][:, :, None], 0)
+def _slots(bucket: Bucket) -> Tensor:
+    """(N, T) int64: matrix after matrix, row after row."""
+    shape = (bucket.num_matrices, bucket.total_rows)
+    return torch.arange(bucket.num_matrices * bucket.total_rows, device=bucket.device).view(shape)
+
+
+def _matrices(rows: Rows, selection: RowSelection) -> Tensor:
+    """(N, T, C): the chosen rows of all matrices, in place; rows past the count are zero."""
+    return rows.values.view(*rows.slot.shape, -1).masked_fill_(~selection.valid()[:, :, None], 0)
 
 
 @dataclass(frozen=True)
 class LocalExchange(Exchange):
-    """Matrices that lie whole on this rank, which also orthogonalizes them. The oracle of every other exchange."""
+    """Matrices that lie whole on this rank, which also orthogonalizes them: the oracle of all other exchanges."""
 
     bucket: Bucket
 
     def reserve(self, selection: RowSelection) -> Rows:
-        return _whole_buffer(self.bucket)
+        return _whole_buffer(self.bucket, self._slot)
 
     def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
-        numbers = torch.arange(self.bucket.num_matrices, device=self.bucket.device)
-        results = orthogonalizer(_matrices(rows, selection, numbers))
-        return Rows(results.reshape(-1, self.bucket.shape[1]), rows.slot)
-        yield
+        results = orthogonalizer(_matrices(rows, selection))
+        return done(Rows(results.reshape(-1, self.bucket.shape[1]), rows.slot))
 
     def traffic(self) -> Traffic:
         return Traffic()
+
+    @cached_property
+    def _slot(self) -> Tensor:
+        return _slots(self.bucket)
 
 
 @dataclass(frozen=True)
@@ -53,26 +59,38 @@ class ReplicatedExchange(Exchange):
     bucket: Bucket
 
     def reserve(self, selection: RowSelection) -> Rows:
-        return _whole_buffer(self.bucket)
+        return _whole_buffer(self.bucket, self._slot)
 
     def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
         bucket, group = self.bucket, self.bucket.group
-        by_owner = [bucket.owned(rank) for rank in range(group.size)]
-        mine = torch.tensor(by_owner[group.rank], dtype=torch.int64, device=bucket.device)
-        results = orthogonalizer(_matrices(rows, selection, mine)).flatten()
+        results = orthogonalizer(_matrices(rows, selection).index_select(0, self._owned)).flatten()
         gathered = torch.empty_like(rows.values)
         elements = bucket.total_rows * bucket.shape[1]
-        pieces = split(gathered.flatten(), [len(owned) * elements for owned in by_owner])
+        pieces = split(gathered.flatten(), [len(bucket.owned(rank)) * elements for rank in range(group.size)])
         handle = group.all_gather(pieces, results)
         yield
         handle.wait()
-        order = [matrix for owned in by_owner for matrix in owned]
-        slot = torch.empty_like(rows.slot)
-        slot[torch.tensor(order, dtype=torch.int64, device=bucket.device)] = rows.slot
-        return Rows(gathered, slot)
+        return Rows(gathered, self._gathered_slot)
 
     def traffic(self) -> Traffic:
         bucket, group = self.bucket, self.bucket.group
-        size = torch.empty(0, dtype=bucket.dtype).element_size()
-        owned = len(bucket.owned(group.rank)) * bucket.total_rows * bucket.shape[1] * size
+        owned = len(bucket.owned(group.rank)) * bucket.total_rows * bucket.shape[1] * bucket.dtype.itemsize
         return Traffic(back=(owned,) * group.size, collectives=1)
+
+    @cached_property
+    def _slot(self) -> Tensor:
+        return _slots(self.bucket)
+
+    @cached_property
+    def _owned(self) -> Tensor:
+        owned = self.bucket.owned(self.bucket.group.rank)
+        return torch.tensor(owned, dtype=torch.int64, device=self.bucket.device)
+
+    @cached_property
+    def _gathered_slot(self) -> Tensor:
+        """(N, T) int64: the same rows where results lie owner after owner."""
+        bucket = self.bucket
+        order = [matrix for rank in range(bucket.group.size) for matrix in bucket.owned(rank)]
+        slot = torch.empty_like(self._slot)
+        slot[torch.tensor(order, dtype=torch.int64, device=bucket.device)] = self._slot
+        return slot

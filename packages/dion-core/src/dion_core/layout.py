@@ -67,7 +67,14 @@ class Layout:
 
     def max_rows(self, rank: int) -> int:
         """The most rows that the rank holds of any matrix."""
-        return max((self.rows(rank, matrix) for matrix in range(self.num_matrices)), default=0)
+        return self._max_rows[rank]
+
+    @cached_property
+    def _max_rows(self) -> tuple[int, ...]:
+        matrices = range(self.num_matrices)
+        return tuple(
+            max((self.rows(rank, matrix) for matrix in matrices), default=0) for rank in range(self.group.size)
+        )
 
     def columns(self, rank: int) -> int:
         """How many columns the rank holds of every row."""

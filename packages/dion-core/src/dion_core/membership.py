@@ -39,7 +39,7 @@ def stepping_group(entries: list[Any], replicas: Group) -> tuple[Group, torch.de
     device = local_tensor(tensors[0]).device if tensors else torch.device("cpu")
     for tensor in tensors:
         if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
-            return mesh_group(tensor.device_mesh), device
+            return mesh_group(tensor.device_mesh), local_tensor(tensor).device
     return replicas, device
 
 
@@ -66,6 +66,8 @@ def check_same_group(given: ProcessGroupLike, replicas: Group, group: Group) -> 
 
 def listed(parameters: Tensor | Iterable[Any]) -> list[Any]:
     """A parameter, or parameters given in any iterable, as a list."""
+    if isinstance(parameters, set | frozenset):
+        raise TypeError(f"params is a {type(parameters).__name__}, whose order differs by rank; give a list")
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 

@@ -193,6 +193,9 @@ _BY_NAME: Final[dict[str, Orthogonalizer]] = {
     "quintic": NewtonSchulz(coefficients=QUINTIC),
 }
 
+ORTHOGONALIZERS: Final = tuple(_BY_NAME)
+"""The names that `orthogonalizer` knows."""
+
 
 def orthogonalizer(name_or_object: str | Orthogonalizer) -> Orthogonalizer:
     """Returns the orthogonalizer of that name; a callable object is returned as it is.

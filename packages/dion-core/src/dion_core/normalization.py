@@ -112,15 +112,13 @@ def _over_columns(sums: Tensor, bucket: Bucket) -> Steps[Tensor]:
 
 def _over_rows(values: Tensor, selection: RowSelection, bucket: Bucket) -> Steps[Tensor]:
     """(2, N) sums over the rows of whole matrices, in global row order, of (2, N, K) values of this rank."""
-    layout = bucket.layout
-    if layout.axis is not Axis.ROWS:
+    if bucket.layout.axis is not Axis.ROWS:
         return values.sum(dim=2)
     num_matrices = bucket.num_matrices
     group = bucket.group.named(f"row statistics of {bucket.name}")
-    slots = [max(bucket.offered(rank, matrix) for matrix in range(num_matrices)) for rank in range(group.size)]
     # The counts travel along: how many rows another rank was admitted is known to that rank alone.
     message = torch.cat([selection.count.to(values.dtype), values.flatten()])
-    lengths = [num_matrices * (1 + 2 * count) for count in slots]
+    lengths = [num_matrices * (1 + 2 * slots) for slots in bucket.slots_by_rank]
     gathered = values.new_empty(sum(lengths))
     pieces = split(gathered, lengths)
     handle = group.all_gather(pieces, message)
@@ -129,6 +127,5 @@ def _over_rows(values: Tensor, selection: RowSelection, bucket: Bucket) -> Steps
     count_by_rank = torch.stack([piece[:num_matrices] for piece in pieces]).long()
     by_row = torch.cat([piece[num_matrices:].view(2, num_matrices, -1) for piece in pieces], dim=2)
     # Every rank holds its first count values; compacted they stand in global row order, whatever W is.
-    ends = torch.tensor([0, *slots[:-1]], device=values.device).cumsum(0)
-    source, valid = compact(count_by_rank, ends[:, None].expand(-1, num_matrices), bucket.total_rows)
+    source, valid = compact(count_by_rank, bucket.first_slot, bucket.total_rows)
     return torch.where(valid, by_row.gather(2, source.expand(2, -1, -1)), 0).sum(dim=2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -16,12 +17,11 @@ from dion_core.options import STRUCTURAL, check_group, check_options, check_para
 from dion_core.pipeline import step_matrices
 from dion_core.placements import local_tensor, row_state_like
 from dion_core.plan import Plan, make_plan
-from dion_core.preflight import compare_plans
+from dion_core.preflight import compare_plans, report_failure
 from dion_core.presence import Presence
 from dion_core.report import Report, make_report
 from dion_core.rules import Rule
-from dion_core.state import WAITED, loaded_state, new_state
-from dion_core.transport import TransportError
+from dion_core.state import WAITED, State, loaded_state, new_state
 
 Parameters = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -53,17 +53,15 @@ class MatrixOptimizer(Optimizer):
         self._num_steps = 0
         entries = [dict(entry) if isinstance(entry, dict) else entry for entry in listed(params)]
         self._group, self._device = stepping_group(entries, self._replicas)
-        try:
+        with self._raised_by_all():
             if isinstance(params, Tensor):
                 raise TypeError("params is a Tensor; an iterable of parameters is needed, such as [parameter]")
             check_same_group(given_group, self._replicas, self._group)
             check_options({**options, "nonfinite": self._nonfinite})
             super().__init__(cast(Parameters, entries), {"algorithm": "matrix", **options})
-        except (ValueError, TypeError, RuntimeError) as error:
-            compare_plans([], error, self._group, self._device)
-            raise
-        self._skipped = torch.zeros((), device=self._device)
-        self._build()
+            self._skipped = torch.zeros((), device=self._device)
+            plan = self._make_plan()
+        self._adopt(plan)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -76,7 +74,8 @@ class MatrixOptimizer(Optimizer):
             What the closure returned, else None.
 
         Raises:
-            ValueError: a group key that the plan is made from was changed.
+            ValueError: a group key that the plan is made from was changed, or a gradient is sparse or lies elsewhere
+                than its parameter. If that happens on one rank alone, the others meet the time-out.
         """
         loss = None
         if closure is not None:
@@ -103,23 +102,22 @@ class MatrixOptimizer(Optimizer):
             ValueError: an option or a parameter is not allowed; the optimizer stays as it was.
             TransportError: ranks disagree; the optimizer stays as it was.
         """
+        if self._plan is None:  # called by the constructor
+            self._add_group(param_group)
+            return
+        groups = list(self.param_groups)
         try:
-            names = self._check_new_group(param_group)
-            super().add_param_group(dict(param_group))
-        except (ValueError, TypeError) as error:
-            if self._plan is not None:
-                compare_plans([], error, self._group, self._device)
-            raise
-        self._names.update(names)
-        self._init_state(self.param_groups[-1])
-        if self._plan is not None:
-            try:
-                self._build()
-            except Exception:
-                for parameter in self.param_groups.pop()["params"]:
+            with self._raised_by_all():
+                self._add_group(param_group)
+                plan = self._make_plan()
+            self._adopt(plan)
+        except Exception:
+            for group in self.param_groups[len(groups) :]:
+                for parameter in group["params"]:
                     self.state.pop(parameter, None)
                     self._names.pop(parameter, None)
-                raise
+            self.param_groups = groups
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Groups and state as torch's optimizers give them, and "transport": what the transport has learned."""
@@ -135,26 +133,22 @@ class MatrixOptimizer(Optimizer):
             ValueError: a state tensor does not fit this optimizer; nothing is changed then.
             TransportError: ranks disagree.
         """
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        before = self.param_groups, self.state
         try:
-            loaded = {
-                parameter: loaded_state(self._names[parameter], saved, self.state[parameter])
-                for number, parameter in zip(numbers, parameters, strict=False)
-                if (saved := state_dict["state"].get(number))
-            }
-            untouched = {parameter: self.state[parameter] for parameter in parameters if parameter in self.state}
-            super().load_state_dict(state_dict)
-        except (ValueError, KeyError) as error:
-            compare_plans([], error, self._group, self._device)
+            with self._raised_by_all():
+                loaded = self._checked_state(state_dict)
+                super().load_state_dict(state_dict)
+                for group in self.param_groups:
+                    for name, value in self.defaults.items():
+                        group.setdefault(name, value)
+                self.state.update({**before[1], **loaded})
+                plan = self._make_plan()
+            self._adopt(plan)
+        except Exception:
+            self.param_groups, self.state = before
             raise
-        self.state.update({**untouched, **loaded})
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
-        self._build()
-        if self._plan is not None and self._plan.session is not None:
-            self._plan.session.load_state_dict(state_dict.get("transport", {}))
+        if plan.session is not None:
+            plan.session.load_state_dict(state_dict.get("transport", {}))
 
     def report(self) -> Report:
         """What was planned, and what happened since the last report, on this rank, as plain data.
@@ -164,6 +158,34 @@ class MatrixOptimizer(Optimizer):
         assert self._plan is not None
         num_steps, self._num_steps = self._num_steps, 0
         return make_report(self._plan, num_steps, self._skipped)
+
+    @contextmanager
+    def _raised_by_all(self) -> Iterator[None]:
+        """What fails in here on this rank fails on all: the others learn of it in their preflight."""
+        try:
+            yield
+        except Exception as error:
+            report_failure(error, self._group, self._device)
+            raise
+
+    def _add_group(self, group: dict[str, Any]) -> None:
+        names = self._check_new_group(group)
+        super().add_param_group(dict(group))
+        self._names.update(names)
+        self._init_state(self.param_groups[-1])
+
+    def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[Tensor, State]:
+        """Copies of the saved states by parameter; raises ValueError for what does not fit, changing nothing."""
+        name = type(self).__name__
+        for number, (saved, live) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
+            check_group({**live, **saved}, {**self.defaults, **live}, number, name)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return {
+            parameter: loaded_state(self._names[parameter], saved, self.state.get(parameter, {}))
+            for number, parameter in zip(numbers, parameters, strict=False)
+            if (saved := state_dict["state"].get(number))
+        }
 
     def _check_new_group(self, group: dict[str, Any]) -> dict[Tensor, str]:
         """The names of the group's parameters; raises ValueError before anything of the optimizer has changed."""
@@ -191,15 +213,15 @@ class MatrixOptimizer(Optimizer):
             if parameter.requires_grad and not self.state.get(parameter):
                 self.state[parameter] = new_state(parameter, group, self.rule)
 
-    def _build(self) -> None:
-        """Makes the plan, compares it with the other ranks', and opens the transport. Collective."""
-        try:
-            plan = make_plan(self.param_groups, self._names, self.rule, self._replicas, self._transport)
-        except (ValueError, TransportError) as error:
-            compare_plans([], error, self._group, self._device)
-            raise
+    def _make_plan(self) -> Plan:
+        kept = self._plan.choice if self._plan is not None else None
+        transport = self._transport if kept is None else kept
+        return make_plan(self.param_groups, self._names, self.rule, self._replicas, transport)
+
+    def _adopt(self, plan: Plan) -> None:
+        """Compares the plan with the other ranks' and opens its transport. Collective."""
         kind = f"{type(self).__name__}, nonfinite={self._nonfinite!r}"
-        compare_plans([kind, *plan.describe()], None, self._group, self._device)
+        compare_plans([kind, *plan.describe()], self._group, self._device)
         plan.open()
         for bucket in plan.buckets:
             for member in bucket.members if bucket.may_defer else ():
@@ -218,9 +240,11 @@ class MatrixOptimizer(Optimizer):
                             f"{name}={value!r} in parameter group {number}: it was {before!r} when the plan was "
                             "made and cannot change; make another optimizer"
                         )
-            for group in self.param_groups:
-                self._init_state(group)
-            self._build()
+            with self._raised_by_all():
+                for group in self.param_groups:
+                    self._init_state(group)
+                plan = self._make_plan()
+            self._adopt(plan)
         assert self._plan is not None
         return self._plan
 

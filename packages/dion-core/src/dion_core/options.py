@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from dion_core.newton_schulz import orthogonalizer
+from dion_core.newton_schulz import ORTHOGONALIZERS, orthogonalizer
 from dion_core.rules import SCALES, SCOPES
 
 ALGORITHMS = ("matrix", "adamw", "lion")
 NONFINITE = ("rows", "skip")
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+WIRE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 
 OPTIMIZER_WIDE = ("transport", "nonfinite", "group")
 """Options of the whole optimizer, which a parameter group cannot override."""
@@ -45,6 +47,14 @@ def _betas(value: object) -> bool:
     return isinstance(value, Iterable) and len(pair := list(value)) == 2 and all(map(below_one, pair))
 
 
+def _orthogonalizer(value: object) -> bool:
+    try:
+        orthogonalizer(cast(Any, value))
+    except ValueError:
+        return False
+    return True
+
+
 _INFINITY = float("inf")
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (_within(0, _INFINITY, open_high=True), "a finite number >= 0, or a tensor of one"),
@@ -52,6 +62,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "beta2": (_within(0, 1, open_high=True), "0 <= beta2 < 1"),
     "weight_decay": (_within(0, _INFINITY, open_high=True), "a finite number >= 0"),
     "fraction": (_within(0, 1, open_low=True), "0 < fraction <= 1"),
+    "orthogonalizer": (_orthogonalizer, f"{', '.join(map(repr, ORTHOGONALIZERS))} or a callable object"),
     "epsilon": (_within(0, _INFINITY, open_high=True), "a finite number >= 0"),
     "betas": (_betas, "two numbers, each 0 <= beta < 1"),
     "scale": (lambda value: value in SCALES, f"one of {SCALES}"),
@@ -59,12 +70,18 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "algorithm": (lambda value: value in ALGORITHMS, f"one of {ALGORITHMS}"),
     "nonfinite": (lambda value: value in NONFINITE, f"one of {NONFINITE}"),
     "momentum_dtype": (lambda value: value in DTYPES, "None or a floating dtype"),
-    "wire_dtype": (lambda value: value in DTYPES, "None or a floating dtype"),
+    "wire_dtype": (
+        lambda value: value in WIRE_DTYPES,
+        "None, torch.bfloat16, torch.float32 or torch.float64 (the range of float16 is too small for momentum)",
+    ),
     **{
         name: (lambda value: isinstance(value, bool), "True or False")
         for name in ("nesterov", "cautious_weight_decay", "maximize")
     },
 }
+
+OPTIONS = tuple(_CHECKS)
+"""Every option that this module knows to check, of whichever optimizer."""
 
 
 def check_options(options: Mapping[str, Any], where: str = "") -> None:
@@ -75,12 +92,7 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
         where: said after the value, to tell a parameter group.
     """
     for name, value in options.items():
-        if name == "orthogonalizer":
-            try:
-                orthogonalizer(value)
-            except ValueError as error:
-                raise ValueError(f"{error}{where}") from error
-        elif name in _CHECKS:
+        if name in _CHECKS:
             check, allowed = _CHECKS[name]
             if not check(value):
                 raise ValueError(f"{name}={value!r}{where} is not allowed: {allowed}")
@@ -103,7 +115,7 @@ def check_group(group: Mapping[str, Any], defaults: Mapping[str, Any], number: i
     for name in NOT_YET:
         if matrix and group.get(name):
             raise ValueError(f"{name}={group[name]!r}{where} is not supported yet")
-    for name in (*_CHECKS, "orthogonalizer"):
+    for name in OPTIONS:
         if name in group and name not in defaults and name not in OPTIMIZER_WIDE:
             raise ValueError(f"{name}={group[name]!r}{where}: {optimizer} has no such option")
     check_options(group, where)
@@ -113,8 +125,9 @@ def check_parameter(parameter: Tensor, name: str, *, matrix: bool) -> None:
     """Raises ValueError for a tensor that cannot be optimized as its group says."""
     if parameter.is_meta:
         raise ValueError(f"{name}: a meta tensor has no values; materialize the model before the optimizer")
-    if not parameter.is_floating_point():
-        raise ValueError(f"{name}: dtype {parameter.dtype} is not supported: a floating dtype is needed")
+    if parameter.dtype not in DTYPES:
+        allowed = ", ".join(str(dtype) for dtype in DTYPES if dtype is not None)
+        raise ValueError(f"{name}: dtype {parameter.dtype} is not supported: one of {allowed} is needed")
     if matrix and parameter.ndim != 2:
         hint = 'give it to a group with algorithm="adamw" or "lion"'
         if parameter.ndim > 2:

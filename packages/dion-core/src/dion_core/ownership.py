@@ -15,7 +15,7 @@ def newton_schulz_cost(rows: int, columns: int) -> int:
     return max(rows, columns) * min(rows, columns) ** 2
 
 
-def assign_owners(costs: Sequence[int], groups: Sequence[Group]) -> tuple[list[int], dict[Group, list[int]]]:
+def assign_owners(costs: Sequence[int], groups: Sequence[Group]) -> tuple[list[int], dict[tuple[int, ...], list[int]]]:
     """The owner of every matrix, longest first to the least loaded rank, with one running load a group.
 
     Ties go to the earlier matrix and the lower rank, so that every rank computes the same answer.
@@ -25,12 +25,12 @@ def assign_owners(costs: Sequence[int], groups: Sequence[Group]) -> tuple[list[i
         groups: the ranks that may own each matrix.
 
     Returns:
-        The owner's rank in its group, by matrix; and for each group the final load by rank.
+        The owner's rank in its group, by matrix; and for each set of ranks the final load by rank.
     """
-    loads: dict[Group, list[int]] = {}
+    loads: dict[tuple[int, ...], list[int]] = {}
     owners = [0] * len(costs)
     for matrix in sorted(range(len(costs)), key=lambda number: -costs[number]):
-        load = loads.setdefault(groups[matrix], [0] * groups[matrix].size)
+        load = loads.setdefault(groups[matrix].ranks, [0] * groups[matrix].size)
         owner = load.index(min(load))
         owners[matrix] = owner
         load[owner] += costs[matrix]

@@ -45,15 +45,22 @@ class SlotPlan:
         """The matrices that this rank owns."""
         return self.bucket.owned(self.rank)
 
+    @cached_property
+    def owned_index(self) -> Tensor:
+        """(B,) int64: the matrices that this rank owns."""
+        return torch.tensor(self.owned, dtype=torch.int64, device=self.bucket.device)
+
     def rows_between(self, source: int, owner: int) -> int:
         """How many rows rank `source` sends to rank `owner`: its slots of the matrices owned there."""
         return sum(self.slots(source, matrix) for matrix in self.bucket.owned(owner))
 
+    @cached_property
     def elements_sent(self) -> list[int]:
         """Elements that this rank sends to every owner, by owner."""
         columns = self.bucket.layout.columns(self.rank)
         return [self.rows_between(self.rank, owner) * columns for owner in self._ranks]
 
+    @cached_property
     def elements_received(self) -> list[int]:
         """Elements that this rank receives as an owner, by sender."""
         layout = self.bucket.layout
@@ -66,7 +73,10 @@ class SlotPlan:
 
     @cached_property
     def slot(self) -> Tensor:
-        """(N, K) int64: the slot of every offered row; row S where the rank has fewer slots than K."""
+        """(N, K) int64: row of the send buffer for entry k of matrix n.
+
+        Where this rank offers fewer than K rows of a matrix, the rest point to the spare row S, which is not sent.
+        """
         bucket = self.bucket
         most = max((bucket.offered(self.rank, m) for m in range(bucket.num_matrices)), default=0)
         first, used = [0] * bucket.num_matrices, [0] * bucket.num_matrices
@@ -157,24 +167,24 @@ class RowAssembly:
         return collect(received.view(-1, self.plan.bucket.shape[1]), *self._source(count_by_rank))
 
     def disassemble(self, matrices: Tensor, count_by_rank: Tensor) -> Tensor:
-        num_rows = sum(self.plan.rows_between(rank, self.plan.rank) for rank in range(len(count_by_rank)))
+        num_rows = sum(self.plan.elements_received) // self.plan.bucket.shape[1]
         return spread(matrices, *self._source(count_by_rank), num_rows)
 
     def _source(self, count_by_rank: Tensor) -> tuple[Tensor, Tensor]:
-        owned = count_by_rank[:, list(self.plan.owned)]
+        owned = count_by_rank.index_select(1, self.plan.owned_index)
         return compact(owned, self.plan.start, self.plan.bucket.total_rows)
 
 
 @dataclass(frozen=True)
 class ColumnAssembly:
-    """Whole matrices of columns that lie on several ranks: every rank sends the same rows, its columns of them."""
+    """Whole matrices of columns that lie on several ranks: each sends the same rows, its columns of them."""
 
     plan: SlotPlan
 
     def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
-        pieces = split(received, self.plan.elements_received())
+        pieces = split(received, self.plan.elements_received)
         matrices = torch.cat([piece.view(self._shape(rank)) for rank, piece in enumerate(pieces)], dim=2)
-        count = count_by_rank[0, list(self.plan.owned)]
+        count = count_by_rank[0].index_select(0, self.plan.owned_index)
         row = torch.arange(self.plan.bucket.total_rows, device=received.device)
         return matrices.masked_fill_((row >= count[:, None])[:, :, None], 0)
 
@@ -212,7 +222,7 @@ class SlotExchange(Exchange):
 
     def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
         group, whole = self.bucket.group, assembly(self.plan)
-        sent, received = self.plan.elements_sent(), self.plan.elements_received()
+        sent, received = self.plan.elements_sent, self.plan.elements_received
         arrived = rows.values.new_empty(sum(received))
         handle = group.all_to_all(arrived, rows.values[:-1].flatten(), received, sent)
         yield
@@ -227,6 +237,6 @@ class SlotExchange(Exchange):
 
     def traffic(self) -> Traffic:
         size = torch.empty(0, dtype=self.bucket.dtype).element_size()
-        forward = tuple(count * size for count in self.plan.elements_sent())
-        back = tuple(count * size for count in self.plan.elements_received())
+        forward = tuple(count * size for count in self.plan.elements_sent)
+        back = tuple(count * size for count in self.plan.elements_received)
         return Traffic(forward, back, collectives=2)

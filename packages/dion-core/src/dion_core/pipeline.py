@@ -20,7 +20,7 @@ from dion_core.layout import Axis
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan
 from dion_core.presence import Presence
-from dion_core.rows import RowSelection, accumulate_, take_and_decay_, update_
+from dion_core.rows import RowSelection, accumulate_, overflowing_rows, take_and_decay_, update_
 from dion_core.selection import whole_scores
 from dion_core.state import WAITED
 from dion_core.steps import Steps, interleave, run
@@ -33,7 +33,7 @@ BUCKETS_IN_FLIGHT = 2
 
 def step_matrices(plan: Plan, state: State, presence: Presence) -> None:
     """Updates the matrix parameters and their state in place. Collective; no value is read on the host."""
-    gradients = _agree_on_rows(plan.buckets, [bucket.gradients(presence) for bucket in plan.buckets])
+    gradients = _agree_on_rows(plan.buckets, [bucket.gradients(presence) for bucket in plan.buckets], state)
     scores = [
         _accumulate(bucket, of_bucket, state, presence)
         for bucket, of_bucket in zip(plan.buckets, gradients, strict=True)
@@ -52,22 +52,29 @@ def step_matrices(plan: Plan, state: State, presence: Presence) -> None:
     interleave(stages, in_flight=BUCKETS_IN_FLIGHT)
 
 
-def _agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients]) -> list[Gradients]:
-    """The gradients, a row that is not finite on one rank being so on all that hold its columns."""
+def _agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients], state: State) -> list[Gradients]:
+    """The gradients, a row that one rank would leave out being NaN on all ranks that hold its columns.
+
+    Only column-split matrices need it, whose rows no rank sees whole; all of a group share one message.
+    """
     agreed = list(gradients)
-    for number, (bucket, of_bucket) in enumerate(zip(buckets, gradients, strict=True)):
+    flags: dict[Group, list[tuple[int, Tensor]]] = {}
+    for number, bucket in enumerate(buckets):
         layout = bucket.bucket.layout
-        if layout.axis is not Axis.COLUMNS:
-            continue
-        bad = torch.zeros(layout.num_matrices, layout.shape[0], dtype=torch.uint8, device=bucket.bucket.device)
-        for flags, gradient in zip(bad, of_bucket, strict=True):
-            if gradient is not None:
-                flags.copy_(~gradient.isfinite().all(dim=1))
-        bucket.bucket.group.named(f"finite rows of {bucket.bucket.name}").all_reduce(bad, "max").wait()
-        agreed[number] = [
-            None if gradient is None else torch.where(flags.bool()[:, None], torch.nan, gradient)
-            for flags, gradient in zip(bad, of_bucket, strict=True)
-        ]
+        if layout.axis is Axis.COLUMNS:
+            left_out = overflowing_rows(
+                _local(bucket, state, "momentum"), gradients[number], maximize=bucket.options["maximize"]
+            )
+            flags.setdefault(layout.group, []).append((number, left_out.to(torch.uint8)))
+    for group, entries in flags.items():
+        message = torch.cat([left_out.flatten() for _, left_out in entries])
+        group.named("rows that are not finite").all_reduce(message, "max").wait()
+        for number, left_out in entries:
+            part, message = message[: left_out.numel()], message[left_out.numel() :]
+            agreed[number] = [
+                None if gradient is None else torch.where(row[:, None], torch.nan, gradient)
+                for gradient, row in zip(gradients[number], part.view(left_out.shape).bool(), strict=True)
+            ]
     return agreed
 
 

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from dion_core.collectives import Group, SoloGroup, TorchGroup
 from dion_core.layout import Axis, Layout, split_layout
@@ -52,7 +51,7 @@ def parameter_layout(parameter: Tensor, name: str, replicas: Group) -> Layout:
     if not split:
         group = mesh_group(mesh)
         return split_layout(group, Axis.WHOLE if group.size == 1 else Axis.REPLICATED, shape)
-    if len(split) > 1 or not _is_plain_shard(placements[split[0]]):
+    if len(split) > 1 or type(placements[split[0]]) is not Shard:
         raise ValueError(
             f"{name}: placements {tuple(placements)} on {mesh} are not supported; "
             "supported: Shard(0) or Shard(1) on one mesh axis, Replicate() on the others"
@@ -67,10 +66,6 @@ def parameter_layout(parameter: Tensor, name: str, replicas: Group) -> Layout:
             f"over {group.size} ranks; {layout.local_shape()} was expected"
         )
     return layout
-
-
-def _is_plain_shard(placement: Placement) -> bool:
-    return type(placement) is Shard
 
 
 def state_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,13 +14,11 @@ from torch import Tensor
 
 from dion_core.buckets import MatrixBucket, Member, make_buckets, needs_transport, stable_repr
 from dion_core.collectives import Group
-from dion_core.options import STRUCTURAL
+from dion_core.options import OPTIONS
 from dion_core.placements import parameter_layout
 from dion_core.registry import Choice, choose_transport
 from dion_core.rules import Rule
 from dion_core.transport import Scope, Session, Transport
-
-_DESCRIBED = ("lr", "momentum", "beta2", "weight_decay", "betas", "epsilon", "maximize", "nesterov")
 
 
 @dataclass
@@ -32,7 +30,7 @@ class Plan:
         buckets: the matrices; those that need a transport come first, in the order of its session.
         elementwise: the other parameters, by group.
         choice: the transport, or None where no bucket needs one.
-        loads: for each group its Newton-Schulz load by rank.
+        loads: for each set of ranks its Newton-Schulz load by rank.
         groups: the parameter groups that it was made from.
         session: the open transport; None before `open`, and where no bucket needs one.
     """
@@ -41,7 +39,7 @@ class Plan:
     buckets: Sequence[MatrixBucket]
     elementwise: Sequence[Sequence[Member]]
     choice: Choice | None
-    loads: Mapping[Group, Sequence[int]]
+    loads: Mapping[tuple[int, ...], Sequence[int]]
     groups: Sequence[Mapping[str, Any]]
     session: Session | None = None
 
@@ -55,7 +53,7 @@ class Plan:
         # Parameters come first: the first line that differs then says what a rank lacks, not what follows from it.
         return [
             *(_describe_member(member) for member in self.members),
-            f"transport {self.choice.transport!r}" if self.choice else "no transport",
+            f"transport {stable_repr(self.choice.transport)}" if self.choice else "no transport",
             *(bucket.describe() for bucket in self.buckets),
             *(_describe_options(group) for group in self.groups),
         ]
@@ -76,7 +74,7 @@ def make_plan(
     names: Mapping[Tensor, str],
     rule: Rule,
     replicas: Group,
-    transport: str | Transport,
+    transport: str | Transport | Choice,
 ) -> Plan:
     """The plan of an optimizer, its transport not open yet. No communication.
 
@@ -85,7 +83,7 @@ def make_plan(
         names: of the parameters, for messages.
         rule: of the optimizer.
         replicas: the ranks that hold equal copies of plain tensors.
-        transport: a name or an instance, as the user gave it.
+        transport: a name or an instance, as the user gave it, or the choice that was made from it before.
 
     Raises:
         ValueError: a layout that is not supported, or that the transport does not serve.
@@ -99,7 +97,8 @@ def make_plan(
     if needed or transport != "auto":  # one that was asked for is checked on a single rank too
         scopes: set[Scope] = {"all"}
         if rule.chooses_rows:
-            scopes = {scope for m in matrices if (scope := m.group["scope"]) is not None}
+            default: Scope | None = "global" if transport == "auto" else None
+            scopes = {scope for m in matrices if (scope := m.group["scope"] or default) is not None}
         choice = choose_transport(transport, scopes, chooses_rows=rule.chooses_rows)
     if not needed:
         choice = None
@@ -123,8 +122,7 @@ def _members(groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -
 
 
 def _describe_options(group: Mapping[str, Any]) -> str:
-    names = (*_DESCRIBED, "cautious_weight_decay", *STRUCTURAL)
-    return ", ".join(f"{name}={stable_repr(group[name])}" for name in names if name in group)
+    return ", ".join(f"{name}={stable_repr(group[name])}" for name in OPTIONS if name in group)
 
 
 def _describe_member(member: Member) -> str:

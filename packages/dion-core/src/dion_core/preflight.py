@@ -12,36 +12,42 @@ from dion_core.collectives import Group
 from dion_core.transport import TransportError
 
 HASH_BYTES = 32
+_FAILED = "failed: "
 
 
-def compare_plans(plan: Sequence[str], failure: Exception | None, group: Group, device: torch.device) -> None:
+def compare_plans(plan: Sequence[str], group: Group, device: torch.device) -> None:
     """Returns on every rank of the group, or raises on every rank.
 
-    One gather of a fixed-size hash; only if hashes differ (or a rank failed) do all gather the full plans.
+    One gather of a fixed-size hash; only if hashes differ do all gather the full plans.
 
     Args:
         plan: what this rank is going to do, a line a bucket. Lines hold nothing that may differ by rank.
-        failure: an error of this rank alone; every other rank is told of it.
         group: the ranks that step together.
         device: of the messages.
 
     Raises:
-        Exception: `failure` itself, on the rank that had it.
-        TransportError: on the others, naming the first line that differs and the ranks, or the ranks that failed.
+        TransportError: naming the first line that differs and its ranks, or the ranks that have failed.
     """
-    lines = [f"error {type(failure).__name__}: {failure}"] if failure is not None else list(plan)
-    text = "\n".join(lines).encode()
+    plans = _exchange(plan, group, device)
+    if plans:
+        raise TransportError(_difference(plans, group))
+
+
+def report_failure(error: Exception, group: Group, device: torch.device) -> None:
+    """Takes part in the others' comparison, in place of a plan, so that they raise too."""
+    _exchange([f"{_FAILED}{type(error).__name__}: {error}"], group, device)
+
+
+def _exchange(plan: Sequence[str], group: Group, device: torch.device) -> list[list[str]]:
+    """The plans of all ranks if they differ, else nothing."""
+    text = "\n".join(plan).encode()
     digest = hashlib.sha256(text).digest()
     hashes = _gather(digest, [HASH_BYTES] * group.size, group, device)
-    differ = any(other != digest for other in hashes)
-    if differ:
-        lengths = _gather(len(text).to_bytes(8, "little"), [8] * group.size, group, device)
-        sizes = [int.from_bytes(length, "little") for length in lengths]
-        plans = [plan.decode().split("\n") for plan in _gather(text, sizes, group, device)]
-    if failure is not None:
-        raise failure
-    if differ:
-        raise TransportError(_difference(plans, group))
+    if all(other == digest for other in hashes):
+        return []
+    lengths = _gather(len(text).to_bytes(8, "little"), [8] * group.size, group, device)
+    sizes = [int.from_bytes(length, "little") for length in lengths]
+    return [plan.decode().split("\n") for plan in _gather(text, sizes, group, device)]
 
 
 def _gather(message: bytes, sizes: Sequence[int], group: Group, device: torch.device) -> list[bytes]:
@@ -55,9 +61,9 @@ def _tensor(message: bytes, device: torch.device) -> Tensor:
 
 
 def _difference(plans: Sequence[Sequence[str]], group: Group) -> str:
-    failed = {rank: plan[0] for rank, plan in enumerate(plans) if plan[0].startswith("error ")}
+    failed = {rank: plan[0] for rank, plan in enumerate(plans) if plan[0].startswith(_FAILED)}
     if failed:
-        reasons = "; ".join(f"rank {group.ranks[rank]}: {why[6:]}" for rank, why in failed.items())
+        reasons = "; ".join(f"rank {group.ranks[rank]}: {why.removeprefix(_FAILED)}" for rank, why in failed.items())
         return f"the optimizer could not be built on every rank: {reasons}"
     for number in range(max(map(len, plans))):
         lines = [plan[number] if number < len(plan) else "(nothing)" for plan in plans]

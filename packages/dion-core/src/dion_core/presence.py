@@ -8,12 +8,18 @@ have a gradient for counts as zero on the others. Nothing is read on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from dion_core.collectives import Group, Handle
+
+
+@lru_cache(maxsize=16)
+def _flags(here: tuple[bool, ...], device: torch.device) -> Tensor:
+    """(P + 1,) fp32: 1 for each parameter with a gradient, and a 0. Kept, since a copy from the host waits."""
+    return torch.tensor([*map(float, here), 0.0], device=device)
 
 
 class Presence:
@@ -33,8 +39,8 @@ class Presence:
         self.gradients = gradients
         self._skip_nonfinite = skip_nonfinite
         self._device = device
-        flags = [0.0 if gradient is None else 1.0 for gradient in gradients]
-        self._flags = torch.tensor([*flags, 0.0], device=device)
+        here = tuple(gradient is not None for gradient in gradients)
+        self._flags = _flags(here, device).clone()
         if skip_nonfinite:
             bad = [~gradient.isfinite().all() for gradient in gradients if gradient is not None]
             if bad:
@@ -65,7 +71,11 @@ class Presence:
 
     @cached_property
     def masks(self) -> Sequence[Tensor]:
-        """P 0-dim fp32 masks; one shared object for all parameters that have a gradient on this rank."""
+        """P 0-dim fp32 masks.
+
+        A gradient here means that some rank has one, so all parameters that have one share a tensor, and AdamW
+        takes all that share one in one fused call.
+        """
         proceed = self.proceed.float()
         masks = self.active.float().unbind()
         return [mask if g is None else proceed for g, mask in zip(self.gradients, masks, strict=True)]

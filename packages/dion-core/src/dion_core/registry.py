@@ -44,11 +44,11 @@ def available_transports() -> dict[str, type[Transport]]:
     return {name: _load(entry) for name, entry in _entries().items()}
 
 
-def choose_transport(transport: str | Transport, scopes: Set[Scope], *, chooses_rows: bool) -> Choice:
+def choose_transport(transport: str | Transport | Choice, scopes: Set[Scope], *, chooses_rows: bool) -> Choice:
     """The transport that was asked for, or for "auto" the best exact one that is installed.
 
     Args:
-        transport: a name, "auto", or an instance with options.
+        transport: a name, "auto", an instance with options, or an earlier choice, which is kept.
         scopes: those asked for; empty leaves it to the transport.
         chooses_rows: whether the optimizer applies a choice of rows (Dion2) or all of them (Muon).
 
@@ -57,7 +57,9 @@ def choose_transport(transport: str | Transport, scopes: Set[Scope], *, chooses_
         ValueError: it does not serve the scopes.
     """
     entries = _entries()
-    if isinstance(transport, Transport):
+    if isinstance(transport, Choice):
+        choice = transport
+    elif isinstance(transport, Transport):
         choice = Choice(type(transport).__name__, transport, "given as an instance")
     elif transport == "auto":
         choice = _automatic(scopes, entries)
@@ -72,11 +74,6 @@ def choose_transport(transport: str | Transport, scopes: Set[Scope], *, chooses_
             f"installed transports that do: {', '.join(_serving(scopes, entries)) or 'none'}"
         )
     return choice
-
-
-def resolve_scope(choice: Choice, scope: Scope | None) -> Scope:
-    """The scope asked for, or the transport's default."""
-    return scope if scope is not None else choice.transport.default_scope
 
 
 def check_axes(choice: Choice, buckets: Sequence[Bucket]) -> None:

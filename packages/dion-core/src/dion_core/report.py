@@ -34,7 +34,7 @@ def make_report(plan: Plan, num_steps: int, skipped: Tensor) -> Report:
     return {
         "transport": transport,
         "buckets": buckets,
-        "owner_load": [{"ranks": list(group.ranks), "cost": list(load)} for group, load in plan.loads.items()],
+        "owner_load": [{"ranks": list(ranks), "cost": list(load)} for ranks, load in plan.loads.items()],
         "bytes_per_step": sum(bucket["traffic"]["bytes"] for bucket in buckets),
         "rows": rows,
         "steps": {"taken": num_steps - num_skipped, "skipped": num_skipped},

@@ -70,6 +70,21 @@ class Rows:
     slot: Tensor
 
 
+def overflowing_rows(momentum: Sequence[Tensor], gradients: Sequence[Tensor | None], *, maximize: bool) -> Tensor:
+    """(N, R) bool: the rows that `accumulate_` would leave out, whose sum as it would be stored is not finite."""
+    rows = []
+    for state, gradient in zip(momentum, gradients, strict=True):
+        if gradient is None:
+            rows.append(torch.zeros(state.shape[0], dtype=torch.bool, device=state.device))
+        else:
+            rows.append(~_sum(state, -gradient if maximize else gradient).isfinite().all(dim=1))
+    return torch.stack(rows)
+
+
+def _sum(state: Tensor, gradient: Tensor) -> Tensor:
+    return (gradient.to(accumulation_dtype(state.dtype, gradient.dtype)) + state).to(state.dtype)
+
+
 def accumulate_(
     momentum: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
@@ -96,9 +111,7 @@ def accumulate_(
         dtype = accumulation_dtype(state.dtype)
         finite = None
         if gradient is not None:
-            wide = accumulation_dtype(state.dtype, gradient.dtype)
-            signed = -gradient if maximize else gradient
-            total = (signed.to(wide) + state).to(state.dtype)
+            total = _sum(state, -gradient if maximize else gradient)
             # Of the sum as it would be stored: a finite gradient can overflow a half-precision momentum.
             finite = total.isfinite().all(dim=1)
             state.copy_(torch.where((finite & proceed)[:, None], total, state))

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dion_core.layout import Axis, Layout, RowTables, shard_segments
+from dion_core.layout import Axis, Layout, RowTables
 from dion_core.rows import SKIPPED_SCORE, RowSelection
 
 
@@ -50,7 +50,7 @@ class Selector(Protocol):
 
 @dataclass(frozen=True)
 class AllRows:
-    """Every row: Muon and NorMuon."""
+    """Every row: Muon, NorMuon, and Dion2 with scope "all"."""
 
     needs_all_scores = False
 
@@ -79,29 +79,24 @@ class LocalRows:
     needs_all_scores = False
 
     def offered(self, layout: Layout, rank: int, matrix: int) -> int:
-        _, rows = shard_segments(layout.shape[0], layout.group.size)[0]
-        return min(rows_to_select(self.fraction, rows), layout.rows(rank, matrix))
+        return min(self._share(layout), layout.rows(rank, matrix))
 
     def total(self, layout: Layout, matrix: int) -> int:
         return sum(self.offered(layout, rank, matrix) for rank in range(layout.group.size))
 
     def select(self, scores: Tensor, tables: RowTables, active: Tensor) -> RowSelection:
-        layout = tables.layout
-        count_by_rank = torch.tensor(
-            [
-                [self.offered(layout, rank, matrix) for matrix in range(layout.num_matrices)]
-                for rank in range(layout.group.size)
-            ],
-            device=scores.device,
-        ).view(layout.group.size, layout.num_matrices)
-        count_by_rank = count_by_rank * active
-        count = count_by_rank[layout.group.rank]
-        here = torch.arange(scores.shape[1], device=scores.device) < tables.num_rows[layout.group.rank][:, None]
+        rank, share = tables.layout.group.rank, self._share(tables.layout)
+        count_by_rank = tables.num_rows.clamp(max=share) * active
+        place = torch.arange(scores.shape[1], device=scores.device)
+        here = place < tables.num_rows[rank][:, None]
         order = torch.where(here, scores, -torch.inf).argsort(dim=1, descending=True, stable=True)
-        wanted = torch.arange(scores.shape[1], device=scores.device) < count[:, None]
+        wanted = place < count_by_rank[rank][:, None]
         chosen = torch.zeros_like(wanted).scatter_(1, order, wanted)
-        index = _chosen_first(chosen)[:, : _most(self, layout)]
-        return RowSelection.unranked(index, count, count_by_rank)
+        return RowSelection.unranked(_chosen_first(chosen)[:, :share], count_by_rank[rank], count_by_rank)
+
+    def _share(self, layout: Layout) -> int:
+        """The rows that a full shard gives."""
+        return rows_to_select(self.fraction, -(-layout.shape[0] // layout.group.size))
 
 
 @dataclass(frozen=True)
@@ -118,7 +113,8 @@ class GlobalRows:
         return rows_to_select(self.fraction, layout.shape[0])
 
     def select(self, scores: Tensor, tables: RowTables, active: Tensor) -> RowSelection:
-        return _choose(self, scores, tables, active)
+        total = self.total(tables.layout, 0)
+        return _choose(scores, total, total, tables, active)
 
 
 @dataclass(frozen=True)
@@ -134,47 +130,38 @@ class SlackRows:
     needs_all_scores = True
 
     def offered(self, layout: Layout, rank: int, matrix: int) -> int:
-        share = rows_to_select(self.fraction, shard_segments(layout.shape[0], layout.group.size)[0][1])
-        return min(math.ceil(self.slack * share - 1e-9), layout.rows(rank, matrix))
+        return min(self._offer(layout), layout.rows(rank, matrix))
 
     def total(self, layout: Layout, matrix: int) -> int:
         offered = sum(self.offered(layout, rank, matrix) for rank in range(layout.group.size))
         return min(rows_to_select(self.fraction, layout.shape[0]), offered)
 
     def select(self, scores: Tensor, tables: RowTables, active: Tensor) -> RowSelection:
-        layout = tables.layout
-        num_ranks, num_matrices = layout.group.size, layout.num_matrices
-        offered = torch.tensor(
-            [[self.offered(layout, rank, matrix) for rank in range(num_ranks)] for matrix in range(num_matrices)],
-            device=scores.device,
-        )
         best = scores.argsort(dim=1, descending=True, stable=True)
         best = best.gather(1, tables.rank_of_row.gather(1, best).argsort(dim=1, stable=True))  # shard by shard
         rank = tables.rank_of_row.gather(1, best)
         place = torch.arange(best.shape[1], device=best.device) - _rows_before(tables).gather(1, rank)
         candidate = torch.zeros_like(scores, dtype=torch.bool)
-        candidate.scatter_(1, best, place < offered.gather(1, rank))
+        candidate.scatter_(1, best, place < self._offer(tables.layout))
         masked = torch.where(candidate, scores, -torch.inf)
-        return _choose(self, masked, tables, active)
+        return _choose(masked, self.total(tables.layout, 0), self._offer(tables.layout), tables, active)
+
+    def _offer(self, layout: Layout) -> int:
+        """The rows that a full shard offers."""
+        share = rows_to_select(self.fraction, -(-layout.shape[0] // layout.group.size))
+        return math.ceil(self.slack * share - 1e-9)
 
 
-def _choose(selector: Selector, scores: Tensor, tables: RowTables, active: Tensor) -> RowSelection:
-    """As many rows of each matrix as the selector takes, best first by (N, R) scores, ties to the lower row."""
-    layout = tables.layout
-    best = scores.argsort(dim=1, descending=True, stable=True)[:, : selector.total(layout, 0)]
+def _choose(scores: Tensor, total: int, offer: int, tables: RowTables, active: Tensor) -> RowSelection:
+    """The `total` best rows of each matrix by (N, R) scores, at most `offer` a rank, ties to the lower row."""
+    best = scores.argsort(dim=1, descending=True, stable=True)[:, :total]
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     chosen.scatter_(1, best, active[:, None].expand(best.shape))
     ratio = _ratio(scores, scores.gather(1, best[:, -1:]))
-    index = _chosen_first(_here(chosen, tables))[:, : _most(selector, layout)]
+    index = _chosen_first(_here(chosen, tables))[:, :offer]
     count_by_rank = _count_by_rank(chosen, tables)
-    selection = RowSelection.unranked(index, count_by_rank[layout.group.rank], count_by_rank)
+    selection = RowSelection.unranked(index, count_by_rank[tables.layout.group.rank], count_by_rank)
     return replace(selection, ratio=_here(ratio, tables).gather(1, index))
-
-
-def _most(selector: Selector, layout: Layout) -> int:
-    """K: the most rows that this rank can have chosen of one matrix."""
-    matrices = range(layout.num_matrices)
-    return max((selector.offered(layout, layout.group.rank, matrix) for matrix in matrices), default=0)
 
 
 def _rows_before(tables: RowTables) -> Tensor:

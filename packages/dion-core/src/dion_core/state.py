@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dion_core.buckets import momentum_dtype
 from dion_core.elementwise import adamw_state, lion_state
@@ -39,17 +40,30 @@ def new_state(parameter: Tensor, group: Mapping[str, Any], rule: Rule) -> State:
 def loaded_state(name: str, saved: Mapping[str, Any], live: Mapping[str, Tensor]) -> State:
     """A copy of the saved state in the dtypes and on the devices of the live one, which is not changed.
 
+    Args:
+        name: of the parameter, for errors.
+        saved: its saved state. Waiting times may be missing, or be there where no transport defers rows now.
+        live: the state that it has.
+
     Raises:
-        ValueError: a tensor that the live state does not have, or one of another shape, by the parameter's name.
+        ValueError: other keys than the live state has, or a tensor of another shape or in another place.
     """
+    given, wanted = saved.keys() - {WAITED}, live.keys() - {WAITED}
+    if given != wanted:
+        raise ValueError(f"{name}: the saved state has {sorted(given)}, {sorted(wanted)} are needed")
     state = dict(live)
-    for key, value in saved.items():
-        if key == WAITED and key not in live:
-            continue  # saved with a transport that may defer rows; this one does not
-        if key not in live:
-            raise ValueError(f"{name}: the saved state {key!r} is not one of {sorted(live)}")
-        if value.shape != live[key].shape:
-            shapes = f"shape {tuple(value.shape)}; {tuple(live[key].shape)} is needed"
-            raise ValueError(f"{name}: the saved state {key!r} has {shapes}")
-        state[key] = value.detach().to(device=live[key].device, dtype=live[key].dtype).clone()
+    for key in saved.keys() & live.keys():
+        value, old = torch.as_tensor(saved[key]), live[key]
+        if value.shape != old.shape or _place(value) != _place(old):
+            raise ValueError(
+                f"{name}: the saved state {key!r} has shape {tuple(value.shape)} {_place(value)}; "
+                f"{tuple(old.shape)} {_place(old)} is needed"
+            )
+        state[key] = value.detach().to(device=old.device, dtype=old.dtype).clone()
     return state
+
+
+def _place(tensor: Tensor) -> str:
+    if isinstance(tensor, DTensor):
+        return f"with placements {tensor.placements} on {tuple(tensor.device_mesh.mesh.shape)} ranks"
+    return "in one piece"

@@ -15,6 +15,12 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 
 
+def done(value: T) -> Steps[T]:
+    """Steps that communicate nothing and give `value`: for what is a generator only because others must be one."""
+    return value
+    yield
+
+
 def run(steps: Steps[T]) -> T:
     """The result of `steps`, run by itself from its start to its end."""
     while True:

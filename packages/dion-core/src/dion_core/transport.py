@@ -10,16 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from dion_core.collectives import Group
 from dion_core.collectives import TransportError as TransportError
 from dion_core.layout import Axis, Layout
 from dion_core.newton_schulz import Orthogonalizer
 from dion_core.rows import Rows, RowSelection
-from dion_core.steps import Steps
+from dion_core.steps import Steps, done
 
 INTERFACE_VERSION = 1
 """The version of this interface. A transport made for another one is refused."""
@@ -71,6 +73,17 @@ class Bucket:
         """The matrices that the rank orthogonalizes, ascending."""
         return tuple(matrix for matrix, owner in enumerate(self.owners) if owner == rank)
 
+    @cached_property
+    def slots_by_rank(self) -> tuple[int, ...]:
+        """The most rows that every rank offers of one matrix."""
+        return tuple(min(self.max_rows, self.layout.max_rows(rank)) for rank in range(self.layout.group.size))
+
+    @cached_property
+    def first_slot(self) -> Tensor:
+        """(W, N) int64: where each rank's slots start, the same for all matrices, if ranks lie side by side."""
+        first = [sum(self.slots_by_rank[:rank]) for rank in range(self.layout.group.size)]
+        return torch.tensor(first, device=self.device)[:, None].expand(-1, self.num_matrices)
+
     def describe(self) -> str:
         """One line for plans, reports and errors: the same on every rank."""
         rows, columns = self.shape
@@ -119,11 +132,15 @@ class Exchange(ABC):
 
     @abstractmethod
     def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
-        """The orthogonalized rows, each in the slot that its row was given, in the dtype of the wire."""
+        """The orthogonalized rows in the wire's dtype.
+
+        The `slot` of the result says where each entry of `selection.index` lies, which may differ from that of
+        `reserve`. Past the count nothing is defined.
+        """
 
     @abstractmethod
     def traffic(self) -> Traffic:
-        """The planned traffic of one step."""
+        """The planned traffic of one step; where sizes are those of the step, of the last one."""
 
 
 class Session:
@@ -134,8 +151,7 @@ class Session:
 
     def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
         """Called once a step with the choice of every bucket, before anything is admitted."""
-        return
-        yield
+        return done(None)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on as if it had never stopped: plain data, alike on every rank."""
