@@ -38,7 +38,7 @@ def test_slots_are_numbered_once_without_gaps(size: int, num_matrices: int, rows
         plan = SlotPlan(seen_from(bucket, rank), rule(bucket))
         slots = plan.slot.flatten()
         assert sorted(slots[slots < plan.num_slots].tolist()) == list(range(plan.num_slots))
-        assert sum(plan.elements_sent()) == plan.num_slots * bucket.shape[1]
+        assert sum(plan.elements_sent) == plan.num_slots * bucket.shape[1]
 
 
 @settings(deadline=None)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dion_core import Dion2, Muon, NorDion2, NorMuon, available_transports
+from dion_core import Dion2, Muon, NorDion2, NorMuon
 from dion_core.newton_schulz import NewtonSchulz
+from dion_core.registry import _entries
 from dion_core.transport import TransportError
 
 OPTIMIZERS = (Muon, NorMuon, Dion2, NorDion2)
@@ -37,7 +38,7 @@ BAD_OPTIONS: tuple[tuple[tuple[type, ...], str, tuple[Any, ...], str], ...] = (
     (OPTIMIZERS, "scale", ("spectral", 0.2), "one of ('spectral_norm', 'rms_norm', None)"),
     (OPTIMIZERS, "orthogonalizer", ("newton", 5, NewtonSchulz), "'auto'"),
     (OPTIMIZERS, "momentum_dtype", (torch.int32, "bf16"), "None or a floating dtype"),
-    (OPTIMIZERS, "wire_dtype", (torch.int32, "bf16"), "None or a floating dtype"),
+    (OPTIMIZERS, "wire_dtype", (torch.int32, "bf16", torch.float16), "None, torch.bfloat16, torch.float32"),
     (OPTIMIZERS, "betas", ((0.9,), (0.9, 1.0), 0.9), "two numbers, each 0 <= beta < 1"),
     (OPTIMIZERS, "epsilon", (-1e-8,), "a finite number >= 0"),
     (OPTIMIZERS, "maximize", (1, "no"), "True or False"),
@@ -69,8 +70,8 @@ def test_options_of_the_whole_optimizer() -> None:
 
 @pytest.mark.parametrize("name", ["nonsense", "capped", "varlen"])
 def test_a_transport_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {key: kind for key, kind in available_transports().items() if key in ("full", "local")}
-    monkeypatch.setattr("dion_core.registry.available_transports", lambda: installed)
+    installed = {key: entry for key, entry in _entries().items() if key in ("full", "local")}
+    monkeypatch.setattr("dion_core.registry._entries", lambda: installed)
     command = {"capped": "`pip install dion-comm-capped`", "varlen": "`pip install dion-comm-varlen`"}
     for kind in OPTIMIZERS:
         parts = (f"transport={name!r} is not installed", "installed: full, local", command.get(name, "'capped'"))
@@ -110,7 +111,7 @@ def test_tensors_that_cannot_be_optimized() -> None:
         for algorithm in ("matrix", "adamw"):
             for dtype in (torch.int32, torch.complex64):
                 group = {"params": [("codes", torch.ones(4, 4, dtype=dtype))], "algorithm": algorithm}
-                refused(lambda kind=kind, group=group: kind([group]), "codes", str(dtype), "a floating dtype is needed")
+                refused(lambda kind=kind, group=group: kind([group]), "codes", str(dtype), "one of torch.float16")
         refused(lambda kind=kind: kind([matrix() * 2]), "non-leaf")
         refused(lambda kind=kind: kind([matrix(), "weight"]), "parameter 1 of group 0", "str", kind=TypeError)
         refused(lambda kind=kind: kind(matrix()), "params", "[parameter]", kind=TypeError)

@@ -24,7 +24,7 @@ FRACTION = 0.25
 def assign(costs: Sequence[int], size: int) -> tuple[list[int], list[int]]:
     group = fake_group(0, size)
     owners, loads = assign_owners(costs, [group] * len(costs))
-    return owners, loads[group]
+    return owners, loads[group.ranks]
 
 
 def loads_of(owners: Sequence[int], costs: Sequence[int], size: int) -> list[int]:
@@ -72,7 +72,7 @@ def test_every_group_has_a_load_of_its_own() -> None:
     groups: list[Group] = [fake_group(1, 2), SoloGroup(0, 2, (4, 5))]
     owners, loads = assign_owners([9, 9, 5, 5, 4, 1], [groups[n % 2] for n in range(6)])
     assert owners == [0, 0, 1, 1, 1, 1]
-    assert loads == {groups[0]: [9, 9], groups[1]: [9, 6]}
+    assert loads == {groups[0].ranks: [9, 9], groups[1].ranks: [9, 6]}
 
 
 def test_every_rank_computes_the_same() -> None:

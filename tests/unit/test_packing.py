@@ -73,8 +73,8 @@ def round_trip(bucket: Bucket, holders: Holders, chosen: Chosen, rule: Callable[
             for place, row in enumerate(of_matrix):
                 buffer[plan.slot[n, place]] = whole[n, row]
         buffers.append(buffer)
-    sent = [plan.elements_sent() for plan in plans]
-    received = [plan.elements_received() for plan in plans]
+    sent = [plan.elements_sent for plan in plans]
+    received = [plan.elements_received for plan in plans]
     assert received == [[sent[source][owner] for source in range(size)] for owner in range(size)]
     arrived = all_to_all([buffer[:-1].flatten() for buffer in buffers], sent)
     answers = []
@@ -135,8 +135,8 @@ def test_slots_by_hand() -> None:
     assert plan.owned == (0, 2)
     assert plan.num_slots == 7
     assert plan.slot.tolist() == [[3, 4, 7], [0, 1, 2], [5, 6, 7]]  # 7 is no slot
-    assert plan.elements_sent() == [3 * 7, 4 * 7]
-    assert plan.elements_received() == [6 * 7, 4 * 7]
+    assert plan.elements_sent == [3 * 7, 4 * 7]
+    assert plan.elements_received == [6 * 7, 4 * 7]
     assert plan.rows_between(0, 1) == 6
     assert plan.start.tolist() == [[0, 3], [6, 8]]
 
@@ -188,7 +188,7 @@ def test_columns_go_to_the_owner_and_back(columns: list[int], owners: list[int])
             for place in range(int(count[n])):
                 buffer[plan.slot[n, place]] = part[n, place]
         messages.append(buffer.flatten())
-    arrived = all_to_all(messages, [plan.elements_sent() for plan in plans])
+    arrived = all_to_all(messages, [plan.elements_sent for plan in plans])
     answers = []
     for owner, plan in enumerate(plans):
         assert isinstance(assembly(plan), ColumnAssembly)
@@ -199,7 +199,7 @@ def test_columns_go_to_the_owner_and_back(columns: list[int], owners: list[int])
             expected[int(count[n]) :] = 0
             assert torch.equal(matrices[place], expected)
         answers.append(assembly(plan).disassemble(matrices * 2, counts))
-    returned = all_to_all(answers, [plan.elements_received() for plan in plans])
+    returned = all_to_all(answers, [plan.elements_received for plan in plans])
     for rank, (plan, part) in enumerate(zip(plans, torch.split(whole, columns, dim=2), strict=True)):
         result = returned[rank].view(plan.num_slots, columns[rank])
         for n in range(num_matrices):

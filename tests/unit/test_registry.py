@@ -12,7 +12,7 @@ import torch
 from dion_core import registry
 from dion_core.collectives import SoloGroup
 from dion_core.layout import Axis, split_layout
-from dion_core.registry import Choice, available_transports, check_axes, choose_transport, resolve_scope
+from dion_core.registry import Choice, available_transports, check_axes, choose_transport
 from dion_core.transport import INTERFACE_VERSION, Bucket, Transport, TransportError
 
 MODULE = """
@@ -247,8 +247,7 @@ def test_a_scope_that_nothing_serves(alone: Install) -> None:
 def test_the_scope_asked_for_goes_before_the_default(alone: Install) -> None:
     alone("full", ("global", "all"))
     choice = choose_transport("full", frozenset(), chooses_rows=True)
-    assert resolve_scope(choice, None) == "global"
-    assert resolve_scope(choice, "all") == "all"
+    assert choose_transport(choice, {"global"}, chooses_rows=True) is choice
 
 
 def bucket(axis: Axis) -> Bucket:
