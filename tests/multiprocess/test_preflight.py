@@ -91,7 +91,11 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], object], Callable[[], object], tuple
         ("torch.bfloat16", "torch.float16"),
     ),
     "wire": (usual(Muon), usual(Muon, wire_dtype=torch.bfloat16), ("wire float32", "wire bfloat16")),
-    "transport": (usual(Dion2, transport="full"), usual(Dion2, transport="local"), ("FullShard()", "LocalTopRows()")),
+    "transport": (
+        usual(Dion2, transport="full"),
+        usual(Dion2, transport="local"),
+        ("FullShard()", "LocalTopRows(slack=None)"),
+    ),
     "order": (lambda: NorDion2(two_parameters()), lambda: NorDion2(two_parameters(swapped=True)), ("first", "second")),
     "names": (lambda: Muon([parameter("one")]), lambda: Muon([parameter("other")]), ("one", "other")),
     "number": (lambda: Muon(two_parameters()), lambda: Muon([parameter("first")]), ("second: matrix", "transport")),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dion_comm_capped.admission import keep, strongest
 from dion_comm_capped.budgets import LearnedBudgets, fixed_budgets
-from dion_comm_capped.pool import Budgets, OwnerTables, PoolPlan, SenderTables
+from dion_comm_capped.pool import Budgets, OwnerTables, PoolPlan, SenderTables, offered_rows
 from dion_core.layout import Axis
 from dion_core.newton_schulz import Orthogonalizer
 from dion_core.packing import SlotExchange, SlotPlan, collect, compact, spread
@@ -35,6 +35,9 @@ class PooledExchange(Exchange):
     def __init__(self, bucket: Bucket, options: Capped) -> None:
         self.bucket = bucket
         self._options = options
+        ranks = range(bucket.group.size)
+        # Until budgets are known every slot is sent.
+        self.use([[offered_rows(bucket, source, owner) for owner in ranks] for source in ranks])
         self.owner = torch.tensor(bucket.owners, dtype=torch.int64, device=bucket.device)
 
     def use(self, budgets: Budgets) -> None:

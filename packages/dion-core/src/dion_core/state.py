@@ -52,7 +52,7 @@ def loaded_state(name: str, saved: Mapping[str, Any], live: Mapping[str, Tensor]
     if given != wanted:
         raise ValueError(f"{name}: the saved state has {sorted(given)}, {sorted(wanted)} are needed")
     state = dict(live)
-    for key in saved.keys() & live.keys():
+    for key in [key for key in live if key in saved]:
         value, old = torch.as_tensor(saved[key]), live[key]
         if value.shape != old.shape or _place(value) != _place(old):
             raise ValueError(
