@@ -13,6 +13,7 @@ from dion_comm_nccl import FullShard, LocalTopRows
 from dion_core.collectives import Group, SoloGroup
 from dion_core.layout import Axis, split_layout
 from dion_core.ownership import assign_owners, newton_schulz_cost
+from dion_core.planning import block_assignment_payload
 from dion_core.selection import GlobalRows, LocalRows, Selector
 from dion_core.transport import Bucket, Transport
 from tests.unit.test_layout import CPU, fake_group
@@ -139,3 +140,15 @@ def test_twice_the_fraction_is_twice_the_bytes_of_local(size: int) -> None:
     quarter = planned_bytes(LocalTopRows(), LocalRows(0.25), size)
     half = planned_bytes(LocalTopRows(), LocalRows(0.5), size)
     assert sum(half) == 2 * sum(quarter)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "full", "local", "capped"),
+    [(4, 2621, 655, 673), (8, 1363, 341, 361), (16, 734, 183.5, 205)],
+)
+def test_payloads_of_block_assignment(world_size: int, full: float, local: float, capped: float) -> None:
+    """What the seeds report for inventory 5120x8, fraction 0.25, bf16, in MB: blocks a rank and shape, zero-padded."""
+    shapes = {(5120, 5120): 33, (20480, 5120): 16}
+    for way, expected in (("full", full), ("local", local), ("capped", capped)):
+        payload = block_assignment_payload(shapes, world_size, way, fraction=0.25, element_bytes=2) / 1e6
+        assert payload == pytest.approx(expected, abs=0.5)

@@ -69,13 +69,27 @@ def test_rows_and_steps_since_the_last_report() -> None:
         give_gradients([*matrices, bias], step)
         optimizer.step()
     report = as_json(optimizer.report())
-    assert report["rows"] == {"chosen": 21, "applied": 21, "nonfinite": 0, "deferred": 0}
+    assert report["rows"] == {
+        "chosen": 21,
+        "applied": 21,
+        "nonfinite": 0,
+        "deferred": 0,
+        "waiting": 0,
+        "oldest_waiting": 0,
+    }
     assert [bucket["rows"]["chosen"] for bucket in report["buckets"]] == [12, 9]
     assert report["steps"] == {"taken": 3, "skipped": 0}
     assert report["transport"] is None
     assert report["bytes_per_step"] == 0
     again = as_json(optimizer.report())
-    assert again["rows"] == {"chosen": 0, "applied": 0, "nonfinite": 0, "deferred": 0}
+    assert again["rows"] == {
+        "chosen": 0,
+        "applied": 0,
+        "nonfinite": 0,
+        "deferred": 0,
+        "waiting": 0,
+        "oldest_waiting": 0,
+    }
     assert again["steps"] == {"taken": 0, "skipped": 0}
     optimizer.step()
     assert as_json(optimizer.report())["rows"]["applied"] == 7
@@ -88,7 +102,14 @@ def test_all_rows_and_absent_gradients() -> None:
     matrices[1].grad = None
     optimizer.step()
     report = as_json(optimizer.report())
-    assert report["rows"] == {"chosen": 8, "applied": 8, "nonfinite": 0, "deferred": 0}
+    assert report["rows"] == {
+        "chosen": 8,
+        "applied": 8,
+        "nonfinite": 0,
+        "deferred": 0,
+        "waiting": 0,
+        "oldest_waiting": 0,
+    }
     assert [bucket["rows"]["applied"] for bucket in report["buckets"]] == [8, 0]
 
 
@@ -100,7 +121,14 @@ def test_rows_that_are_not_finite() -> None:
     matrix.grad[2, 1], matrix.grad[5, 0], matrix.grad[5, 3] = torch.inf, torch.nan, torch.nan
     optimizer.step()
     report = as_json(optimizer.report())
-    assert report["rows"] == {"chosen": 4, "applied": 4, "nonfinite": 2, "deferred": 0}
+    assert report["rows"] == {
+        "chosen": 4,
+        "applied": 4,
+        "nonfinite": 2,
+        "deferred": 0,
+        "waiting": 0,
+        "oldest_waiting": 0,
+    }
     assert as_json(optimizer.report())["rows"]["nonfinite"] == 0
 
 
@@ -129,7 +157,14 @@ def test_deferred_rows() -> None:
         give_gradients(matrices, step)
         optimizer.step()
     report = as_json(optimizer.report())
-    assert report["rows"] == {"chosen": 16, "applied": 12, "nonfinite": 0, "deferred": 4}
+    assert report["rows"] == {
+        "chosen": 16,
+        "applied": 12,
+        "nonfinite": 0,
+        "deferred": 4,
+        "waiting": 0,
+        "oldest_waiting": 0,
+    }
     assert report["buckets"][0]["exchange"] == "HesitantExchange"
 
 
@@ -157,7 +192,7 @@ def planned(transport: Transport, rank: int) -> Report:
         plan.open()
     plan.buckets[0].chosen += 5
     with observe() as calls:
-        report = as_json(make_report(plan, 3, torch.tensor(1.0)))
+        report = as_json(make_report(plan, {}, 3, torch.tensor(1.0)))
     assert calls == []
     return report
 
@@ -189,11 +224,18 @@ def test_the_plan_of_several_ranks(transport: Transport, forward: list[int]) -> 
         assert columns["traffic"]["forward"] == [0, 0, 0, 2 * 2 * 1 * 4]  # 2 rows of 2 matrices, 1 column, fp32
         assert columns["traffic"]["back"] == ([2 * 2 * 1 * 4] * 4 if rank == 3 else [0] * 4)
         assert all(each["traffic"]["collectives"] == 2 for each in report["buckets"])
-        assert all(each["traffic"]["host_reads"] == 0 for each in report["buckets"])
+        assert report["host_reads_per_step"] == 0
         for each in report["buckets"]:
             assert each["traffic"]["bytes"] == sum(each["traffic"]["forward"]) + sum(each["traffic"]["back"])
         assert report["bytes_per_step"] == rows["traffic"]["bytes"] + columns["traffic"]["bytes"]
-        assert report["rows"] == {"chosen": 5, "applied": 0, "nonfinite": 0, "deferred": 5}
+        assert report["rows"] == {
+            "chosen": 5,
+            "applied": 0,
+            "nonfinite": 0,
+            "deferred": 5,
+            "waiting": 0,
+            "oldest_waiting": 0,
+        }
         assert report["steps"] == {"taken": 2, "skipped": 1}
     sent = sum(sum(each["traffic"]["forward"]) for report in reports for each in report["buckets"])
     assert sent == sum(sum(each["traffic"]["back"]) for report in reports for each in report["buckets"])

@@ -37,6 +37,8 @@ class UniformPlan(SlotPlan):
 class CountedSession(Session):
     """Reads all counts of a step on the host in one copy, and plans each exchange by them."""
 
+    host_reads: ClassVar[int] = 1
+
     def __init__(self, buckets: Sequence[Bucket], plan: type[SlotPlan]) -> None:
         # Until rows are counted, and for good where columns are split, the plan is one of fixed slots.
         super().__init__([SlotExchange(bucket, SlotPlan(bucket, bucket.offered)) for bucket in buckets])

@@ -35,6 +35,10 @@ class MatrixOptimizer(Optimizer):
 
     rule: ClassVar[Rule]
 
+    # torch.amp.GradScaler then leaves unscaling and skipping to `step`, which agrees on the skip over all ranks, and
+    # sets `grad_scale` and `found_inf` for its duration.
+    _step_supports_amp_scaling = True
+
     def __init__(self, params: Parameters, options: dict[str, Any]) -> None:
         """Builds state and plan.
 
@@ -83,10 +87,11 @@ class MatrixOptimizer(Optimizer):
                 loss = closure()
         plan = self._current_plan()
         presence = Presence(
-            [member.gradient() for member in plan.members],
+            self._gradients(plan),
             self._group,
             self._device,
             skip_nonfinite=self._nonfinite == "skip",
+            found_inf=getattr(self, "found_inf", None),
         )
         step_matrices(plan, self.state, presence)
         for group in plan.elementwise:
@@ -94,6 +99,14 @@ class MatrixOptimizer(Optimizer):
         self._num_steps += 1
         self._skipped += presence.skipped
         return loss
+
+    def _gradients(self, plan: Plan) -> list[Tensor | None]:
+        """This rank's gradients, divided by the scale of a loss scaler that has not done so itself."""
+        gradients = [member.gradient() for member in plan.members]
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is None:
+            return gradients
+        return [None if g is None else (g / scale.to(g.device)).to(g.dtype) for g in gradients]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group and makes its state. Collective once the optimizer is built.
@@ -157,7 +170,7 @@ class MatrixOptimizer(Optimizer):
         """
         assert self._plan is not None
         num_steps, self._num_steps = self._num_steps, 0
-        return make_report(self._plan, num_steps, self._skipped)
+        return make_report(self._plan, self.state, num_steps, self._skipped)
 
     @contextmanager
     def _raised_by_all(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ assembled matrix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,6 +108,14 @@ class SlotPlan:
     @property
     def _ranks(self) -> range:
         return range(self.bucket.group.size)
+
+
+def binomial_capacity(expected_rows: float, world_size: int) -> float:
+    """The slots to provide over the rows expected, if winners scatter at random: 1 + 2 * sqrt((1 - 1 / W) / n).
+
+    Two standard deviations of a binomial count above its mean n (Dion2 review, pooled capped transport).
+    """
+    return 1 + 2 * math.sqrt((1 - 1 / world_size) / expected_rows)
 
 
 def compact(count: Tensor, start: Tensor, total: int) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,13 @@ class Presence:
     """The gradients of one step, and the flags of the P parameters on their way between the ranks."""
 
     def __init__(
-        self, gradients: Sequence[Tensor | None], group: Group, device: torch.device, *, skip_nonfinite: bool
+        self,
+        gradients: Sequence[Tensor | None],
+        group: Group,
+        device: torch.device,
+        *,
+        skip_nonfinite: bool,
+        found_inf: Tensor | None,
     ) -> None:
         """Launches the reduction.
 
@@ -35,9 +41,11 @@ class Presence:
             group: the ranks that step together.
             device: of the flags.
             skip_nonfinite: whether one non-finite value anywhere makes all ranks skip the step.
+            found_inf: 0-dim, above 0 where a loss scaler wants the step skipped, which one rank can decide for all;
+                None without a scaler.
         """
         self.gradients = gradients
-        self._skip_nonfinite = skip_nonfinite
+        self._may_skip = skip_nonfinite or found_inf is not None
         self._device = device
         here = tuple(gradient is not None for gradient in gradients)
         self._flags = _flags(here, device).clone()
@@ -45,6 +53,8 @@ class Presence:
             bad = [~gradient.isfinite().all() for gradient in gradients if gradient is not None]
             if bad:
                 self._flags[-1] = torch.stack([flag.to(device) for flag in bad]).any()
+        if found_inf is not None:
+            self._flags[-1] = torch.maximum(self._flags[-1], found_inf.to(device).sign())
         self._handle: Handle = group.named("presence flags").all_reduce(self._flags, "max")
 
     @cached_property
@@ -60,7 +70,7 @@ class Presence:
     @cached_property
     def proceed(self) -> Tensor:
         """0-dim bool: the step is not skipped. Waits for the reduction only where a step can be skipped."""
-        if not self._skip_nonfinite:
+        if not self._may_skip:
             return torch.ones((), dtype=torch.bool, device=self._device)
         return self.skipped == 0
 

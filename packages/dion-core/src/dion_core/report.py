@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from dion_core.buckets import MatrixBucket
+from dion_core.placements import local_tensor
 from dion_core.plan import Plan
+from dion_core.state import WAITED, State
 
 Report = dict[str, Any]
 
 
-def make_report(plan: Plan, num_steps: int, skipped: Tensor) -> Report:
+def make_report(plan: Plan, states: Mapping[Tensor, State], num_steps: int, skipped: Tensor) -> Report:
     """The report of this rank, JSON-serializable; row and step counts start again from 0.
 
     Reading the counters waits for the device; nothing is communicated.
 
     Args:
         plan: of the optimizer, with the counters of its buckets.
+        states: of its parameters.
         num_steps: how many steps were taken since the last report.
         skipped: 0-dim counter of those that were skipped; set to 0.
     """
     buckets = [_bucket(bucket) for bucket in plan.buckets]
     rows = {name: sum(bucket["rows"][name] for bucket in buckets) for name in ("chosen", "applied", "nonfinite")}
     rows["deferred"] = rows["chosen"] - rows["applied"]
+    waited = [local_tensor(state[WAITED]) for state in states.values() if WAITED in state]
+    rows["waiting"] = sum(int((steps > 0).sum()) for steps in waited)
+    rows["oldest_waiting"] = max((int(steps.max()) for steps in waited if steps.numel()), default=0)
     num_skipped = int(skipped)
     skipped.zero_()
     transport = None
@@ -36,6 +43,7 @@ def make_report(plan: Plan, num_steps: int, skipped: Tensor) -> Report:
         "buckets": buckets,
         "owner_load": [{"ranks": list(ranks), "cost": list(load)} for ranks, load in plan.loads.items()],
         "bytes_per_step": sum(bucket["traffic"]["bytes"] for bucket in buckets),
+        "host_reads_per_step": plan.session.host_reads if plan.session is not None else 0,
         "rows": rows,
         "steps": {"taken": num_steps - num_skipped, "skipped": num_skipped},
     }
@@ -61,7 +69,6 @@ def _bucket(entry: MatrixBucket) -> Report:
             "back": list(traffic.back),
             "bytes": traffic.num_bytes,
             "collectives": traffic.collectives,
-            "host_reads": traffic.host_reads,
         },
         "rows": counts,
     }

@@ -31,8 +31,8 @@ class RowSelection:
     Attributes:
         index: (N, K) int64, local row numbers. The first count[n] of matrix n are chosen, ascending; what
             follows names rows that were not chosen, none twice.
-        count: (N,) int64, how many rows of each matrix this rank offers.
-        count_by_rank: (W, N) int64, how many rows each rank has chosen; alike on all ranks.
+        count: (N,) int64, how many rows of each matrix are chosen on this rank (after `admit`: admitted).
+        count_by_rank: (W, N) int64, how many rows each rank has chosen; alike on all ranks, also after `admit`.
         ratio: (N, K), the score of each row of `index` over the lowest score chosen of its matrix, which makes
             rows of different matrices comparable.
         age: (N, K) int32, for how many steps each row of `index` has been waiting since it was first refused.

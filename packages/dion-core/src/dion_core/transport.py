@@ -102,13 +102,11 @@ class Traffic:
         forward: bytes to every rank (itself included) on the way to the owners.
         back: bytes to every rank (itself included) on the way back.
         collectives: how many collectives a step issues.
-        host_reads: how often a step waits for the device.
     """
 
     forward: tuple[int, ...] = ()
     back: tuple[int, ...] = ()
     collectives: int = 0
-    host_reads: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -145,6 +143,9 @@ class Exchange(ABC):
 
 class Session:
     """A transport opened for all buckets of one optimizer; `exchanges` are in the order of the buckets."""
+
+    host_reads: ClassVar[int] = 0
+    """How often a step waits for the device, for all buckets together."""
 
     def __init__(self, exchanges: Sequence[Exchange]) -> None:
         self.exchanges = exchanges

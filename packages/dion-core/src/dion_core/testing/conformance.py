@@ -169,7 +169,7 @@ def _wrong(transport: Transport, case: Case, trial: Trial, again: Trial) -> Iter
     yield from admission
     if trial.modified or again.modified:
         yield "modified: momentum or selection of the caller changed"
-    yield from _shapes(trial)
+    yield from _shapes(trial, everywhere)
     yield from _traffic(trial)
     if admission:
         return  # rows that cannot be told from others cannot be compared
@@ -182,8 +182,8 @@ def _wrong(transport: Transport, case: Case, trial: Trial, again: Trial) -> Iter
 
 def _admission(trial: Trial, *, may_defer: bool) -> Iterator[str]:
     chosen, admitted = trial.chosen, trial.admitted
-    if not torch.equal(admitted.count, admitted.count_by_rank[trial.problem.bucket.layout.group.rank]):
-        yield "admitted: count is not this rank's count_by_rank"
+    if not torch.equal(chosen.count_by_rank, admitted.count_by_rank):
+        yield "admitted: count_by_rank is not that of the choice"
     counts = zip(chosen.count.tolist(), admitted.count.tolist(), strict=True)
     for matrix, (most, count) in enumerate(counts):
         wanted = chosen.index[matrix, :most].tolist()
@@ -204,28 +204,21 @@ def _form(trial: Trial) -> Iterator[str]:
             yield f"form: {name} has slots {tuple(rows.slot.shape)} for {tuple(trial.admitted.index.shape)} rows"
         if rows.values.dtype != bucket.dtype or rows.values.dim() != 2 or rows.values.shape[1] != columns:
             yield f"form: {name} is {rows.values.dtype} {tuple(rows.values.shape)}, not {bucket.dtype} (S, {columns})"
+        if rows.slot.numel() and not 0 <= int(rows.slot.min()) <= int(rows.slot.max()) < len(rows.values):
+            yield f"form: {name} has slots outside 0 to {len(rows.values) - 1}"
 
 
-def _shapes(trial: Trial) -> Iterator[str]:
+def _shapes(trial: Trial, everywhere: Tensor) -> Iterator[str]:
     """Owners get k x C: no padding rows, and no matrix twice or by a rank that does not own it."""
     bucket, given = trial.problem.bucket, [shape for shape in trial.spy.shapes if shape[0]]
     owned, (rows, columns) = len(bucket.owned(bucket.layout.group.rank)), (bucket.total_rows, bucket.shape[1])
     matrices = sum(number for number, *_ in given)
-    if _full(trial):
+    if bool((everywhere.sum(dim=1) == rows).all()):
         right = matrices == owned and {tuple(shape[1:]) for shape in given} <= {(rows, columns)}
     else:  # a transport that knows the counts may leave rows out, and matrices of which none is left
         right = matrices <= owned and all(shape[1] <= rows and shape[2] == columns for shape in given)
     if not right and not trial.spy.in_segments:
         yield f"shapes: orthogonalized {given}; this rank owns {owned} matrices of {rows} x {columns}"
-
-
-def _full(trial: Trial) -> bool:
-    """Whether every matrix has as many rows as it may have: none inactive, none deferred."""
-    if trial.problem.bucket.layout.axis is Axis.ROWS:
-        rows = trial.admitted.count_by_rank.sum(dim=0)
-    else:
-        rows = trial.admitted.count
-    return bool((rows == trial.problem.bucket.total_rows).all())
 
 
 def _traffic(trial: Trial) -> Iterator[str]:
