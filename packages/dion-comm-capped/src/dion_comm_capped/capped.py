@@ -22,7 +22,7 @@ from dion_core.layout import Axis
 from dion_core.newton_schulz import Orthogonalizer
 from dion_core.packing import SlotExchange, SlotPlan, collect, compact, spread
 from dion_core.rows import Rows, RowSelection
-from dion_core.steps import Steps
+from dion_core.steps import Steps, done
 from dion_core.transport import Bucket, Exchange, Scope, Session, Traffic, Transport
 
 DELAY = 8
@@ -127,11 +127,11 @@ class CappedSession(Session):
         super().__init__(exchanges)
         self._options = options
         self._learned = LearnedBudgets()
+        self._stretched = False
+        self.host_reads = 1 if options.on_overflow == "varlen" else 0
         self._copies: deque[_Copy] = deque()
         if options.capacity != "learned":
-            pinned = None if options.capacity == "binomial" else options.capacity
-            for exchange in self._pooled:
-                exchange.use(fixed_budgets(exchange.bucket, pinned))
+            self._apply(self._budgets)
 
     def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
         pooled = [
@@ -139,10 +139,15 @@ class CappedSession(Session):
             for exchange, selection in zip(self.exchanges, selections, strict=True)
             if isinstance(exchange, PooledExchange)
         ]
-        if pooled and self._options.capacity == "learned":
-            self._learn(torch.cat([_by_pair(exchange, selection).flatten() for exchange, selection in pooled]))
-        return
-        yield
+        if pooled:
+            needed = torch.cat([_by_pair(exchange, selection).flatten() for exchange, selection in pooled])
+            if self._stretched:
+                self._apply(self._budgets)
+            if self._options.capacity == "learned":
+                self._learn(needed)
+            if self._options.on_overflow == "varlen":
+                self._stretch(needed.tolist())
+        return done(None)
 
     def state_dict(self) -> dict[str, Any]:
         """The learned budgets and the counts that are still to be used. Waits for the device."""
@@ -159,19 +164,40 @@ class CappedSession(Session):
         self._learned.load_state_dict(state_dict["learned"])
         self._copies = deque(_Copy(torch.tensor(counts)) for counts in state_dict["pending"])
         if self._learned.budgets:
-            self._apply()
+            self._apply(self._learned.budgets)
 
     def _learn(self, needed: Tensor) -> None:
         if not self._learned.budgets:  # the first step: the one host read
             self._learned.observe(needed.tolist())
-            self._apply()
+            self._apply(self._learned.budgets)
             return
         self._copies.append(_Copy(needed))
-        if len(self._copies) > DELAY and self._learned.observe(self._copies.popleft().values()):
-            self._apply()
+        if len(self._copies) > DELAY:
+            copy = self._copies.popleft()
+            self.host_waits += not copy.arrived
+            if self._learned.observe(copy.values()):
+                self._apply(self._learned.budgets)
 
-    def _apply(self) -> None:
-        budgets = list(self._learned.budgets)
+    def _stretch(self, needed: Sequence[int]) -> None:
+        """Lengthens the messages of this one step where the budgets are too low, so that nothing is deferred."""
+        longer = tuple(map(max, needed, self._budgets))
+        self._stretched = longer != self._budgets
+        if self._stretched:
+            self._apply(longer)
+
+    @property
+    def _budgets(self) -> tuple[int, ...]:
+        """The budgets of all pairs between stretched steps, bucket after bucket."""
+        if self._options.capacity == "learned":
+            return self._learned.budgets
+        return tuple(pair for exchange in self._pooled for row in self._fixed(exchange) for pair in row)
+
+    def _fixed(self, exchange: PooledExchange) -> Budgets:
+        pinned = None if isinstance(self._options.capacity, str) else self._options.capacity
+        return fixed_budgets(exchange.bucket, pinned)
+
+    def _apply(self, of_all: Sequence[int]) -> None:
+        budgets = list(of_all)
         for exchange in self._pooled:
             size = exchange.bucket.group.size
             of_bucket, budgets = budgets[: size * size], budgets[size * size :]
@@ -194,7 +220,13 @@ class _Copy:
             self._event = torch.cuda.Event()
             self._event.record()
 
+    @property
+    def arrived(self) -> bool:
+        """Whether the host can read the counts without a wait."""
+        return self._event is None or self._event.query()
+
     def values(self) -> list[int]:
+        """The counts."""
         if self._event is not None:
             self._event.synchronize()
         values: list[int] = self._host.tolist()
@@ -215,7 +247,8 @@ class Capped(Transport):
     Attributes:
         capacity: "learned" follows what every pair of ranks needed; "binomial" provides for random scatter; a
             float >= 1 provides that many times what random scatter needs on average.
-        on_overflow: "defer" leaves what does not fit to a later step.
+        on_overflow: "defer" leaves what does not fit to a later step. "varlen" reads the counts on the host in every
+            step, and lengthens the messages of a step in which something would not fit: exact throughout.
         max_wait: from how many steps on a deferred row goes first.
         always_pack: pack pools even where all slots would be shorter (for tests).
 
@@ -224,6 +257,7 @@ class Capped(Transport):
     """
 
     capacity: float | Literal["learned", "binomial"] = "learned"
+    on_overflow: Literal["defer", "varlen"] = "defer"
     max_wait: int = 8
     always_pack: bool = False
 
@@ -239,6 +273,8 @@ class Capped(Transport):
                 raise ValueError(f"capacity={self.capacity!r} is not allowed: 'learned', 'binomial' or a number >= 1")
         elif not self.capacity >= 1:
             raise ValueError(f"capacity={self.capacity!r} is not allowed: 'learned', 'binomial' or a number >= 1")
+        if self.on_overflow not in ("defer", "varlen"):
+            raise ValueError(f"on_overflow={self.on_overflow!r} is not allowed: 'defer' or 'varlen'")
         if self.max_wait < 1:
             raise ValueError(f"max_wait={self.max_wait!r} is not allowed: at least 1 step")
 

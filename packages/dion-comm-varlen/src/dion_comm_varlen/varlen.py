@@ -17,7 +17,7 @@ import torch
 from dion_core.layout import Axis
 from dion_core.packing import SlotExchange, SlotPlan
 from dion_core.rows import RowSelection
-from dion_core.steps import Steps
+from dion_core.steps import Steps, done
 from dion_core.transport import Bucket, Scope, Session, Transport
 
 
@@ -37,7 +37,7 @@ class UniformPlan(SlotPlan):
 class CountedSession(Session):
     """Reads all counts of a step on the host in one copy, and plans each exchange by them."""
 
-    host_reads: ClassVar[int] = 1
+    host_reads = 1
 
     def __init__(self, buckets: Sequence[Bucket], plan: type[SlotPlan]) -> None:
         # Until rows are counted, and for good where columns are split, the plan is one of fixed slots.
@@ -52,8 +52,7 @@ class CountedSession(Session):
             of_bucket, counts = counts[: num_ranks * num_matrices], counts[num_ranks * num_matrices :]
             if exchange.bucket.layout.axis is Axis.ROWS:
                 exchange.plan = self._plan(exchange.bucket, _Counts(of_bucket, num_matrices))
-        return
-        yield
+        return done(None)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,6 @@ class Varlen(Transport):
     scopes: ClassVar[frozenset[Scope]] = frozenset({"all", "global"})
     default_scope: ClassVar[Scope] = "global"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
-    reads_on_host: ClassVar[bool] = True
 
     def open(self, buckets: Sequence[Bucket]) -> Session:
         return CountedSession(buckets, SlotPlan)
@@ -89,7 +87,6 @@ class Uniform(Transport):
     scopes: ClassVar[frozenset[Scope]] = frozenset({"all", "global"})
     default_scope: ClassVar[Scope] = "global"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
-    reads_on_host: ClassVar[bool] = True
 
     def open(self, buckets: Sequence[Bucket]) -> Session:
         return CountedSession(buckets, UniformPlan)

@@ -44,6 +44,7 @@ def make_report(plan: Plan, states: Mapping[Tensor, State], num_steps: int, skip
         "owner_load": [{"ranks": list(ranks), "cost": list(load)} for ranks, load in plan.loads.items()],
         "bytes_per_step": sum(bucket["traffic"]["bytes"] for bucket in buckets),
         "host_reads_per_step": plan.session.host_reads if plan.session is not None else 0,
+        "host_waits": plan.session.host_waits if plan.session is not None else 0,
         "rows": rows,
         "steps": {"taken": num_steps - num_skipped, "skipped": num_skipped},
     }

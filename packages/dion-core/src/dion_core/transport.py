@@ -144,8 +144,10 @@ class Exchange(ABC):
 class Session:
     """A transport opened for all buckets of one optimizer; `exchanges` are in the order of the buckets."""
 
-    host_reads: ClassVar[int] = 0
-    """How often a step waits for the device, for all buckets together."""
+    host_reads: int = 0
+    """How often every step waits for the device, for all buckets together."""
+    host_waits: int = 0
+    """How often so far a step had to wait for a copy to the host that is normally long done."""
 
     def __init__(self, exchanges: Sequence[Exchange]) -> None:
         self.exchanges = exchanges
@@ -174,7 +176,6 @@ class Transport(ABC):
         scopes: which choices of rows it serves.
         default_scope: the scope where none is asked for.
         axes: which splits of a matrix it serves.
-        reads_on_host: whether a step waits for the device, so that it cannot be captured.
         may_defer: whether `Exchange.admit` may refuse rows; their waiting times are then kept as state.
     """
 
@@ -182,7 +183,6 @@ class Transport(ABC):
     scopes: ClassVar[frozenset[Scope]]
     default_scope: ClassVar[Scope]
     axes: ClassVar[frozenset[Axis]]
-    reads_on_host: ClassVar[bool] = False
     may_defer: ClassVar[bool] = False
 
     def local_slack(self) -> float | None:
