@@ -136,6 +136,15 @@ class NewtonSchulz:
                 f"got restart_after={self.restart_after!r}"
             )
 
+    def __repr__(self) -> str:
+        """The known coefficients by name, so that a plan which ranks compare stays readable."""
+        named = {POLAR_EXPRESS: "POLAR_EXPRESS", QUINTIC: "QUINTIC"}
+        coefficients = named.get(self.coefficients, self.coefficients)
+        return (
+            f"NewtonSchulz(coefficients={coefficients}, restart_after={self.restart_after}, "
+            f"compute_dtype={self.compute_dtype})"
+        )
+
     def segments(self, rows: int, columns: int) -> tuple[Segment, ...]:
         """Returns what to run on the Gram matrices of a (rows, columns) matrix, first to last."""
         steps = self.coefficients
