@@ -9,16 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dion_comm_capped import Capped
 from dion_comm_nccl import FullShard
 from dion_core.builtin import LocalExchange, ReplicatedExchange
-from dion_core.collectives import SoloGroup
+from dion_core.collectives import SoloGroup, TorchGroup
 from dion_core.layout import Axis
 from dion_core.registry import available_transports
 from dion_core.testing.cells import Case, cases, problems, vacuous
 from dion_core.testing.conformance import Outcome, check_all, check_transport
 from dion_core.testing.ranks import pool
+from dion_core.testing.trial import play
 from dion_core.transport import Bucket, Scope, Session, Transport
-from tests.faulty_transports import FAULTS, Deferring, DefersWithoutSayingSo, Faulty, Opened, Sound
+from tests.faulty_transports import FAULTS, Faulty, Opened, Sound
 
 WORLD_SIZES = (1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow))
 PLAIN = Case("global", Axis.ROWS, "uneven", 3, torch.float32)
@@ -65,6 +67,45 @@ def test_installed_transports(name: str, world_size: int) -> None:
     by_rank = run_suite(name, world_size)
     if not available_transports()[name].may_defer:
         assert sum(outcome.deferred for outcomes in by_rank for outcome in outcomes) == 0
+
+
+# Pools and deferral occur by these options even in small cells. Where columns are split they change nothing, so that
+# cells of split rows alone are run.
+CAPPED: dict[str, Capped] = {
+    "learned, packed": Capped(always_pack=True),
+    "1.0, packed": Capped(capacity=1.0, always_pack=True),
+    "1.0, packed, varlen": Capped(capacity=1.0, on_overflow="varlen", always_pack=True),
+    "binomial": Capped(capacity="binomial"),
+}
+
+
+def check_rows(transport: Transport) -> tuple[list[Outcome], int]:
+    """The outcomes of all cells of split rows, and how many more bytes this rank planned to send than to send back.
+
+    Over all ranks those are the bytes of the headers.
+    """
+    assert dist.group.WORLD is not None
+    chosen = [case for case in cases(transport, dist.get_world_size()) if case.axis is Axis.ROWS]
+    [outcomes] = check_each([transport], chosen)
+    headers = 0
+    for case in chosen:
+        if case.num_matrices == 5:
+            for trial in play(transport, case, TorchGroup(dist.group.WORLD), torch.device("cpu"), unused=0.0):
+                headers += sum(trial.planned.forward) - sum(trial.planned.back)
+    return outcomes, headers
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", CAPPED)
+def test_capped_with_options(name: str, world_size: int) -> None:
+    by_rank, headers = zip(*pool(world_size).run(check_rows, CAPPED[name], timeout=110.0), strict=True)
+    assert failures(by_rank) == []
+    deferred = sum(outcome.deferred for outcomes in by_rank for outcome in outcomes)
+    if name == "1.0, packed":
+        assert (deferred > 0) == (world_size > 1), "one rank has room for all"
+    if name == "1.0, packed, varlen":
+        assert deferred == 0
+    assert sum(headers) > 0 or (name == "binomial" and world_size < 3), "no pool was packed"
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -138,8 +179,14 @@ def test_faults_are_reported() -> None:
         assert any(expected in failure for failure in found), (kind.__name__, found)
 
 
-def test_a_transport_may_defer_if_it_says_so() -> None:
-    """The oracle then takes the rows that were admitted."""
-    [by_rank] = outcomes_of([Deferring(DefersWithoutSayingSo)])
+class SecretlyDeferring(Capped):
+    may_defer: ClassVar[bool] = False
+
+
+def test_a_transport_may_defer_only_if_it_says_so() -> None:
+    """`Capped` does; the oracle then takes the rows that were admitted."""
+    [by_rank] = outcomes_of([SecretlyDeferring(capacity=1.0, always_pack=True)])
+    assert any("without may_defer" in failure for failure in failures(by_rank))
+    [by_rank] = outcomes_of([Capped(capacity=1.0, always_pack=True)])
     assert failures(by_rank) == []
     assert sum(outcome.deferred for outcomes in by_rank for outcome in outcomes) > 0

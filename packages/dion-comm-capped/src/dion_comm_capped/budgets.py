@@ -78,8 +78,10 @@ class LearnedBudgets:
         """Takes in what the pairs needed in one more step; true if the budgets have changed.
 
         All change together: as soon as one has used up most of its margin, and after `PATIENCE` steps if they
-        could be a tenth lower in all.
+        could be a tenth lower in all. A step in which nothing was chosen (a loss scaler skipped it, say) tells nothing.
         """
+        if not any(counts):
+            return False
         self.window.append(tuple(counts))
         self.unchanged += 1
         needs = self._needs()

@@ -104,9 +104,9 @@ class PooledExchange(Exchange):
 
         And (W, B) rows before them in the chunk, as the sender laid them out.
         """
-        tables, owned = self._receiver, list(self._plan.owned)
+        tables = self._receiver
         told = arrived.view(torch.uint8)[tables.header_place.flatten()].view(torch.int32).long()
-        known = count_by_rank[:, owned]
+        known = count_by_rank.index_select(1, tables.owned)
         told = torch.where(tables.packed, told.view(known.shape), known).clamp(0, self.bucket.max_rows)
         end = told.cumsum(1)
         count = end.minimum(tables.capacity).diff(dim=1, prepend=torch.zeros_like(end[:, :1]))
@@ -128,7 +128,7 @@ class CappedSession(Session):
         self._options = options
         self._learned = LearnedBudgets()
         self._stretched = False
-        self.host_reads = 1 if options.on_overflow == "varlen" else 0
+        self.host_reads = 1 if options.on_overflow == "varlen" and self._pooled else 0
         self._copies: deque[_Copy] = deque()
         if options.capacity != "learned":
             self._apply(self._budgets)
@@ -167,9 +167,9 @@ class CappedSession(Session):
             self._apply(self._learned.budgets)
 
     def _learn(self, needed: Tensor) -> None:
-        if not self._learned.budgets:  # the first step: the one host read
-            self._learned.observe(needed.tolist())
-            self._apply(self._learned.budgets)
+        if not self._learned.budgets:  # the first step that was not skipped: the one host read
+            if self._learned.observe(needed.tolist()):
+                self._apply(self._learned.budgets)
             return
         self._copies.append(_Copy(needed))
         if len(self._copies) > DELAY:

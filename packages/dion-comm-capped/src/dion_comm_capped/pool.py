@@ -207,6 +207,11 @@ class OwnerTables:
         return (table + torch.arange(COUNT_BYTES)).to(bucket.device)
 
     @cached_property
+    def owned(self) -> Tensor:
+        """(B,) int64: the matrices that this rank owns (a list as an index would be copied to the device each time)."""
+        return torch.tensor(self.plan.owned, dtype=torch.int64, device=self.plan.bucket.device)
+
+    @cached_property
     def slot_start(self) -> Tensor:
         """(W, B) int64: rows before each matrix's in a chunk that is not packed."""
         bucket = self.plan.bucket

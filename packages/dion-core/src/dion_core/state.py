@@ -42,7 +42,8 @@ def loaded_state(name: str, saved: Mapping[str, Any], live: Mapping[str, Tensor]
 
     Args:
         name: of the parameter, for errors.
-        saved: its saved state. Waiting times may be missing, or be there where no transport defers rows now.
+        saved: its saved state. Waiting times may be missing (no row waits then), or be there where no transport
+            defers rows now.
         live: the state that it has.
 
     Raises:
@@ -52,6 +53,8 @@ def loaded_state(name: str, saved: Mapping[str, Any], live: Mapping[str, Tensor]
     if given != wanted:
         raise ValueError(f"{name}: the saved state has {sorted(given)}, {sorted(wanted)} are needed")
     state = dict(live)
+    if WAITED in live:
+        state[WAITED] = torch.zeros_like(live[WAITED])
     for key in [key for key in live if key in saved]:
         value, old = torch.as_tensor(saved[key]), live[key]
         if value.shape != old.shape or _place(value) != _place(old):

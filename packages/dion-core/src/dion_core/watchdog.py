@@ -71,7 +71,10 @@ class Watchdog:
                     return
             for entry in late:
                 logger.error("%s did not end within %.0f s; its communicator is aborted", entry.what, entry.seconds)
-                entry.abort()
+                try:
+                    entry.abort()
+                except Exception:  # it may be gone already; the others are still to be watched
+                    logger.exception("the communicator of %s could not be aborted", entry.what)
 
 
 WATCHDOG = Watchdog()
