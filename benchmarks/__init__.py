@@ -1,1 +1,1 @@
-"""Commands that measure: every figure in the docs comes from one of them."""
+"""Measurements behind figures in the documentation."""

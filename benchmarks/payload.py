@@ -73,8 +73,8 @@ def table() -> str:
             lines.append(f"| {name} | {world_size} | {cells} |")
     lines += [
         "",
-        "`full` and `local` are the real plan, owners balanced by cost, on average over the ranks. Block assignment is how",
-        "public implementations assign owners: ceil(N / W) matrices a rank and shape, padded with zero matrices.",
+        "`full` and `local` are the real plan, owners balanced by cost, on average over the ranks. Block assignment is",
+        "how public implementations assign owners: ceil(N / W) matrices a rank and shape, padded with zero matrices.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -7,11 +7,12 @@ the same budgets at the same step without a message.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from dion_core.packing import binomial_capacity
 from dion_core.transport import Bucket
 
 Counts = tuple[int, ...]
@@ -19,25 +20,18 @@ Counts = tuple[int, ...]
 
 WINDOW = 16
 """Observed steps that a learned budget looks back on."""
-RECENT = 2
-"""The newest of them, which alone decide when a shard has suddenly become hot."""
-LONG_PAIR = 200
-"""From this many rows on, a learned budget is at most `LONG_MARGIN` above the mean."""
-LONG_MARGIN = 0.15
-DEVIATIONS = 2.5
-"""Standard deviations of a Poisson count that a learned budget leaves above the mean."""
-TIGHT = 0.6
-"""Budgets are raised once less than this part of a pair's margin is left."""
-PATIENCE = 32
-"""Steps before budgets shrink: changing them costs new buffers (and a new capture)."""
-
-
-def binomial_capacity(expected_rows: float, world_size: int) -> float:
-    """The budget over the expected rows for random scatter: 1 + 2 * sqrt((1 - 1 / W) / n).
-
-    Two standard deviations of a binomial count (Dion2 review, pooled capped transport).
-    """
-    return 1 + 2 * math.sqrt((1 - 1 / world_size) / expected_rows)
+UNSEEN = 1.5
+"""Times its fair share that a pair of which nothing is known yet is taken to need."""
+MARGIN = 2.5
+"""Standard deviations of a Poisson count that budgets leave above the most needed, in the beginning."""
+NARROWEST, WIDEST = 0.5, 3.0
+"""The range in which the margin adapts."""
+WIDER, NARROWER = 1.5, 0.98
+"""Factors of the margin when budgets were too low, and in every step: they balance at a change in 20 steps."""
+MISSING = 0.01
+"""Budgets rise once they would have refused this part of one step's rows since they were set."""
+IN_VAIN = 1.5
+"""They fall once they have provided for this many steps' rows in vain, compared with what would be set now."""
 
 
 def fixed_budgets(bucket: Bucket, capacity: float | None) -> list[list[int]]:
@@ -58,62 +52,77 @@ def fixed_budgets(bucket: Bucket, capacity: float | None) -> list[list[int]]:
     return [budgets] * world_size
 
 
-def learned_budget(mean: float) -> int:
-    """The rows to provide for a pair that needs `mean` rows on average."""
-    margin = DEVIATIONS * math.sqrt(max(mean, 1.0))
-    if mean >= LONG_PAIR:
-        margin = min(margin, LONG_MARGIN * mean)
-    return math.ceil(mean + margin)
-
-
-@dataclass
 class LearnedBudgets:
-    """Budgets that follow what the pairs needed."""
+    """Budgets that follow what the pairs needed.
 
-    window: deque[Counts] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    budgets: Counts = ()
-    unchanged: int = 0
+    A budget is the most that its pair needed in the last `WINDOW` steps seen, and a margin. All budgets are set
+    together, and stand until what they cost has added up: rows refused, or rows sent in vain. The margin learns
+    too. It widens when rows were refused and narrows a little with every step, so that budgets change rarely
+    where needs fluctuate, and are close where they do not.
 
-    def observe(self, counts: Sequence[int]) -> bool:
-        """Takes in what the pairs needed in one more step; true if the budgets have changed.
+    Attributes:
+        expected: (pairs,) int64, the rows that each pair needs if winners scatter at random: its fair share.
+    """
 
-        All change together: as soon as one has used up most of its margin, and after `PATIENCE` steps if they
-        could be a tenth lower in all. A step in which nothing was chosen (a loss scaler skipped it, say) tells nothing.
-        """
-        if not any(counts):
+    def __init__(self, expected: Tensor) -> None:
+        self.expected = expected
+        self._budgets = torch.empty(0, dtype=torch.int64)
+        self._window = torch.empty(0, len(expected), dtype=torch.int64)
+        self._margin, self._missing, self._in_vain = MARGIN, 0.0, 0.0
+
+    @property
+    def budgets(self) -> Counts:
+        """For each pair the rows provided; empty before the first step."""
+        return tuple(self._budgets.tolist())
+
+    @property
+    def started(self) -> bool:
+        """Whether a step was observed, so that there are budgets."""
+        return len(self._budgets) > 0
+
+    def observe(self, needed: Tensor) -> bool:
+        """Takes in the (pairs,) int64 rows, on the CPU, that one more step needed; true if budgets have changed."""
+        total = int(needed.sum())
+        if not total:  # a step that was skipped tells nothing
             return False
-        self.window.append(tuple(counts))
-        self.unchanged += 1
-        needs = self._needs()
-        wanted = tuple(map(learned_budget, needs))
-        tight = any(
-            budget - need < TIGHT * (target - need)
-            for need, target, budget in zip(needs, wanted, self.budgets, strict=False)
-        )
-        loose = sum(self.budgets) > 1.1 * sum(wanted) and self.unchanged >= PATIENCE
-        if self.budgets and not tight and not loose:
+        if not self.started:
+            # Not kept: where weights start at zero, so do gradients, and ties go to the lowest rows, all on rank 0.
+            self._budgets = self._wanted(needed[None])
+            return True
+        self._window = torch.cat([self._window[-(WINDOW - 1) :], needed[None]])
+        self._margin = max(self._margin * NARROWER, NARROWEST)
+        self._missing += int((needed - self._budgets).clamp(min=0).sum()) / total
+        self._in_vain += int(self._budgets.sum()) / int(self._wanted(self._window).sum()) - 1
+        too_low = self._missing > MISSING
+        if not too_low and self._in_vain <= IN_VAIN:
             return False
-        self.budgets, self.unchanged = wanted, 0
-        return True
+        if too_low:
+            self._margin = min(self._margin * WIDER, WIDEST)
+        before, self._budgets = self._budgets, self._wanted(self._window)
+        self._missing, self._in_vain = 0.0, 0.0
+        return not torch.equal(before, self._budgets)
+
+    def _wanted(self, seen: Tensor) -> Tensor:
+        """(pairs,) int64: the budgets that suit the (steps, pairs) counts seen."""
+        most, mean = seen.amax(dim=0).double(), seen.sum(dim=0).double() / len(seen)
+        if len(self._window) < WINDOW:
+            unknown = most == 0
+            most, mean = (torch.where(unknown, UNSEEN * self.expected, known) for known in (most, mean))
+        return (most + self._margin * mean.clamp(min=1).sqrt()).floor().long()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data from which a resumed run goes on alike."""
         return {
-            "window": [list(counts) for counts in self.window],
-            "budgets": list(self.budgets),
-            "unchanged": self.unchanged,
+            "budgets": self._budgets.tolist(),
+            "window": self._window.tolist(),
+            "margin": self._margin,
+            "missing": self._missing,
+            "in_vain": self._in_vain,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
-        self.window = deque((tuple(counts) for counts in state["window"]), maxlen=WINDOW)
-        self.budgets = tuple(state["budgets"])
-        self.unchanged = state["unchanged"]
-
-    def _needs(self) -> list[float]:
-        """The rows that each pair needs on average: over the window, or now, where that has suddenly grown."""
-        needs = []
-        for pair in zip(*self.window, strict=True):
-            mean, now = sum(pair) / len(pair), sum(pair[-RECENT:]) / len(pair[-RECENT:])
-            needs.append(now if now > learned_budget(mean) else mean)
-        return needs
+        self._budgets = torch.tensor(state["budgets"], dtype=torch.int64)
+        self._window = torch.tensor(state["window"], dtype=torch.int64).view(-1, len(self.expected))
+        self._margin, self._missing = state["margin"], state["missing"]
+        self._in_vain = state["in_vain"]

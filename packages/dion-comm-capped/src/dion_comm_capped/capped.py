@@ -30,7 +30,7 @@ DELAY = 8
 
 
 class PooledExchange(Exchange):
-    """The rows of one bucket in pools."""
+    """The rows of one bucket in pools; `plan` holds their sizes, which change when budgets do."""
 
     def __init__(self, bucket: Bucket, options: Capped) -> None:
         self.bucket = bucket
@@ -42,15 +42,15 @@ class PooledExchange(Exchange):
 
     def use(self, budgets: Budgets) -> None:
         """Takes new budgets, alike on every rank at the same step."""
-        self._plan = PoolPlan(self.bucket, budgets, self._options.always_pack)
-        self._sender, self._receiver = SenderTables(self._plan), OwnerTables(self._plan)
+        self.plan = PoolPlan(self.bucket, budgets, self._options.always_pack)
+        self._sender, self._receiver = SenderTables(self.plan), OwnerTables(self.plan)
 
     def admit(self, selection: RowSelection) -> RowSelection:
         capacity, max_wait = self._sender.capacity, self._options.max_wait
         return keep(selection, strongest(selection, self.owner, capacity, max_wait=max_wait))
 
     def reserve(self, selection: RowSelection) -> Rows:
-        sent, _ = self._plan.forward_rows()
+        sent, _ = self.plan.forward_rows()
         # One row more than is sent takes what is not admitted.
         values = torch.empty(sum(sent) + 1, self.bucket.shape[1], dtype=self.bucket.dtype, device=self.bucket.device)
         return Rows(values, self._slots(selection, self._sender.forward_first, sum(sent)))
@@ -58,7 +58,7 @@ class PooledExchange(Exchange):
     def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
         group, columns, total = self.bucket.group, self.bucket.shape[1], self.bucket.total_rows
         self._write_header(rows.values, selection.count)
-        sent, received = ([size * columns for size in sizes] for sizes in self._plan.forward_rows())
+        sent, received = ([size * columns for size in sizes] for sizes in self.plan.forward_rows())
         # A few elements more, so that a count is read even where no pair has a header.
         arrived = rows.values.new_empty(sum(received) + 4)
         handle = group.all_to_all(arrived[:-4], rows.values[:-1].flatten(), received, sent)
@@ -67,7 +67,7 @@ class PooledExchange(Exchange):
         count, before = self._read_header(arrived, selection.count_by_rank)
         source, valid = compact(count, self._receiver.forward_first + before, total)
         results = orthogonalizer(collect(arrived[:-4].view(-1, columns), source, valid))
-        returned_rows, sent_rows = self._plan.back_rows()
+        returned_rows, sent_rows = self.plan.back_rows()
         place, _ = compact(count, self._receiver.back_first + before, total)
         back = spread(results, place, valid, sum(sent_rows))
         returned = rows.values.new_empty(sum(returned_rows) + 1, columns)
@@ -79,8 +79,8 @@ class PooledExchange(Exchange):
 
     def traffic(self) -> Traffic:
         row_bytes = self.bucket.shape[1] * self.bucket.dtype.itemsize
-        sent, _ = self._plan.forward_rows()
-        _, sent_back = self._plan.back_rows()
+        sent, _ = self.plan.forward_rows()
+        _, sent_back = self.plan.back_rows()
         forward, back = (tuple(size * row_bytes for size in sizes) for sizes in (sent, sent_back))
         return Traffic(forward, back, collectives=2)
 
@@ -126,7 +126,8 @@ class CappedSession(Session):
                 exchanges.append(SlotExchange(bucket, SlotPlan(bucket, bucket.offered)))
         super().__init__(exchanges)
         self._options = options
-        self._learned = LearnedBudgets()
+        fair = [torch.tensor(fixed_budgets(exchange.bucket, 1.0)).flatten() for exchange in self._pooled]
+        self._learned = LearnedBudgets(torch.cat(fair) if fair else torch.empty(0, dtype=torch.int64))
         self._stretched = False
         self.host_reads = 1 if options.on_overflow == "varlen" and self._pooled else 0
         self._copies: deque[_Copy] = deque()
@@ -154,7 +155,7 @@ class CappedSession(Session):
         return {
             "ranks": [exchange.bucket.group.size for exchange in self._pooled],
             "learned": self._learned.state_dict(),
-            "pending": [copy.values() for copy in self._copies],
+            "pending": [copy.values().tolist() for copy in self._copies],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -163,12 +164,12 @@ class CappedSession(Session):
             return
         self._learned.load_state_dict(state_dict["learned"])
         self._copies = deque(_Copy(torch.tensor(counts)) for counts in state_dict["pending"])
-        if self._learned.budgets:
+        if self._learned.started:
             self._apply(self._learned.budgets)
 
     def _learn(self, needed: Tensor) -> None:
-        if not self._learned.budgets:  # the first step that was not skipped: the one host read
-            if self._learned.observe(needed.tolist()):
+        if not self._learned.started:  # the first step that was not skipped: the one host read
+            if self._learned.observe(needed.cpu()):
                 self._apply(self._learned.budgets)
             return
         self._copies.append(_Copy(needed))
@@ -225,12 +226,11 @@ class _Copy:
         """Whether the host can read the counts without a wait."""
         return self._event is None or self._event.query()
 
-    def values(self) -> list[int]:
-        """The counts."""
+    def values(self) -> Tensor:
+        """The counts on the host; waits where they are still on their way."""
         if self._event is not None:
             self._event.synchronize()
-        values: list[int] = self._host.tolist()
-        return values
+        return self._host
 
 
 def _by_pair(exchange: PooledExchange, selection: RowSelection) -> Tensor:
