@@ -218,7 +218,3 @@ class Faulty(Transport):
     def open(self, buckets: Sequence[Bucket]) -> Session:
         inner = FullShard().open(buckets).exchanges
         return Opened([self.kind(each, bucket) for each, bucket in zip(inner, buckets, strict=True)])
-
-
-class Deferring(Faulty):
-    may_defer = True

@@ -63,7 +63,8 @@ def table_caption(settings: Settings, unigram_entropy: float) -> str:
         f"Loss on the held-out last tenth of {settings.text_name}, whose unigram entropy is"
         f" {unigram_entropy:.3f} bits per byte, after {settings.steps} steps of {settings.batch_size} x"
         f" {settings.shape.context} bytes on {settings.world_size} ranks, fraction {settings.fraction:g}."
-        " Bytes: of the optimizer, both ways, mean over ranks. Rows: a step, of all ranks. Times: medians."
+        " Bytes: of the matrices' rows, both ways, to itself too, mean over ranks. Rows: a step, of all ranks."
+        " Times: medians."
     )
 
 

@@ -90,7 +90,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], object], Callable[[], object], tuple
         lambda: Muon([parameter("w", dtype=torch.float16)]),
         ("torch.bfloat16", "torch.float16"),
     ),
-    "wire": (usual(Muon), usual(Muon, wire_dtype=torch.bfloat16), ("wire float32", "wire bfloat16")),
+    "wire": (usual(Muon), usual(Muon, wire_dtype=torch.bfloat16), ("wire_dtype=None", "wire_dtype=torch.bfloat16")),
     "transport": (
         usual(Dion2, transport="full"),
         usual(Dion2, transport="local"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dion_comm_nccl import FullShard
 from dion_core import Dion2, Muon, NorDion2, NorMuon
 from dion_core.newton_schulz import NewtonSchulz
 from dion_core.registry import _entries
@@ -270,3 +271,33 @@ def test_a_group_that_fails_leaves_the_optimizer_as_it_was(group: dict[str, Any]
         optimizer.add_param_group({"params": [("new", tensor)], "algorithm": algorithm})
         train(optimizer, [old, tensor], 4)
         assert not torch.equal(tensor, torch.ones_like(tensor))
+
+
+def test_what_is_allowed_and_seldom_meant_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    groups = [{"params": [matrix()], "fracton": 1.0, "note": 1}, {"params": [matrix()], "algorithm": "adamw"}]
+    optimizer = Dion2(groups)
+    assert "'fracton' in parameter group 0" in caplog.text
+    assert "did you mean 'fraction'" in caplog.text
+    assert "note" not in caplog.text
+    assert "parameter group 1 has algorithm='adamw' and takes the lr of the matrices" in caplog.text
+    assert optimizer.param_groups[0]["fracton"] == 1.0
+    optimizer.step()
+    optimizer.step()
+    assert caplog.text.count("a step found no gradient here") == 1
+
+
+def test_a_group_without_params_and_other_kinds() -> None:
+    refused(lambda: Dion2([{"parms": [matrix()]}]), "parameter group 0", '"params"', "parms")
+    refused(lambda: Dion2([matrix()], group="world"), "group='world'", "ProcessGroup", kind=TypeError)
+    refused(lambda: Dion2([matrix()], transport=FullShard), "transport=", "an instance")
+
+
+def test_a_load_keeps_what_the_saved_groups_do_not_say() -> None:
+    theirs = torch.optim.AdamW([matrix()])
+    theirs.param_groups[0]["params"][0].grad = torch.ones(4, 4)
+    theirs.step()
+    ours = Dion2([{"params": [matrix()], "algorithm": "adamw", "lr": 0.1}])
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["algorithm"] == "adamw"
+    assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+    ours.step()

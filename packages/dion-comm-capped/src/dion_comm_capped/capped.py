@@ -271,11 +271,11 @@ class Capped(Transport):
         if isinstance(self.capacity, str):
             if self.capacity not in ("learned", "binomial"):
                 raise ValueError(f"capacity={self.capacity!r} is not allowed: 'learned', 'binomial' or a number >= 1")
-        elif not self.capacity >= 1:
+        elif not isinstance(self.capacity, int | float) or not self.capacity >= 1:
             raise ValueError(f"capacity={self.capacity!r} is not allowed: 'learned', 'binomial' or a number >= 1")
         if self.on_overflow not in ("defer", "varlen"):
             raise ValueError(f"on_overflow={self.on_overflow!r} is not allowed: 'defer' or 'varlen'")
-        if self.max_wait < 1:
+        if not isinstance(self.max_wait, int) or self.max_wait < 1:
             raise ValueError(f"max_wait={self.max_wait!r} is not allowed: at least 1 step")
 
     def open(self, buckets: Sequence[Bucket]) -> Session:

@@ -1,8 +1,9 @@
 """Orthonormal optimizers for distributed training: Muon, NorMuon, Dion2 and NorDion2 (Dion3)."""
 
+from dion_core.collectives import TransportError
 from dion_core.optimizers import Dion2, Dion3, Muon, NorDion2, NorMuon
 from dion_core.registry import available_transports
 
 __version__ = "0.1.0"
 
-__all__ = ["Dion2", "Dion3", "Muon", "NorDion2", "NorMuon", "available_transports"]
+__all__ = ["Dion2", "Dion3", "Muon", "NorDion2", "NorMuon", "TransportError", "available_transports"]

@@ -23,6 +23,8 @@ def replica_group(group: ProcessGroupLike) -> Group:
         return SoloGroup()
     if isinstance(group, DeviceMesh):
         return mesh_group(group)
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(f"group={group!r} is not allowed: None, a ProcessGroup or a DeviceMesh")
     replicas = TorchGroup(group)
     return replicas if replicas.size > 1 else SoloGroup()
 
@@ -78,5 +80,7 @@ def _tensors(entries: Iterable[Any]) -> Iterator[Tensor]:
         elif isinstance(entry, tuple) and len(entry) == 2:
             yield from _tensors([entry[1]])
         elif isinstance(entry, dict):
-            entry["params"] = listed(entry.get("params", []))
+            if "params" not in entry:
+                continue  # refused where groups are checked
+            entry["params"] = listed(entry["params"])
             yield from _tensors(entry["params"])

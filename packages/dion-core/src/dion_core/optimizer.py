@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from dion_core.buckets import Member
 from dion_core.elementwise import adamw_, lion_
 from dion_core.membership import check_same_group, check_same_ranks, listed, replica_group, stepping_group
-from dion_core.options import STRUCTURAL, check_group, check_options, check_parameter
+from dion_core.options import STRUCTURAL, check_group, check_options, check_parameter, warn_of_group
 from dion_core.pipeline import step_matrices
 from dion_core.placements import local_tensor, row_state_like
 from dion_core.plan import Plan, make_plan
@@ -22,6 +23,8 @@ from dion_core.presence import Presence
 from dion_core.report import Report, make_report
 from dion_core.rules import Rule
 from dion_core.state import WAITED, State, loaded_state, new_state
+
+logger = logging.getLogger("dion_core")
 
 Parameters = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -55,6 +58,7 @@ class MatrixOptimizer(Optimizer):
         self._structure: list[tuple[Any, ...]] = []
         self._plan: Plan | None = None
         self._num_steps = 0
+        self._warned = False
         entries = [dict(entry) if isinstance(entry, dict) else entry for entry in listed(params)]
         self._group, self._device = stepping_group(entries, self._replicas)
         with self._raised_by_all():
@@ -93,6 +97,9 @@ class MatrixOptimizer(Optimizer):
             skip_nonfinite=self._nonfinite == "skip",
             found_inf=getattr(self, "found_inf", None),
         )
+        if not self._warned and all(gradient is None for gradient in presence.gradients):
+            logger.warning("a step found no gradient here; was the optimizer built before the model was sharded?")
+            self._warned = True
         step_matrices(plan, self.state, presence)
         for group in plan.elementwise:
             self._step_elementwise(group, presence)
@@ -151,9 +158,9 @@ class MatrixOptimizer(Optimizer):
             with self._raised_by_all():
                 loaded = self._checked_state(state_dict)
                 super().load_state_dict(state_dict)
-                for group in self.param_groups:
-                    for name, value in self.defaults.items():
-                        group.setdefault(name, value)
+                for group, live in zip(self.param_groups, before[0], strict=True):
+                    for name, value in live.items():
+                        group.setdefault(name, value)  # what the saved group does not say stays as it is
                 self.state.update({**before[1], **loaded})
                 plan = self._make_plan()
             self._adopt(plan)
@@ -183,6 +190,7 @@ class MatrixOptimizer(Optimizer):
 
     def _add_group(self, group: dict[str, Any]) -> None:
         names = self._check_new_group(group)
+        warn_of_group(group, len(self.param_groups), type(self).__name__)
         super().add_param_group(dict(group))
         self._names.update(names)
         self._init_state(self.param_groups[-1])

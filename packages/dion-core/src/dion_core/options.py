@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, cast
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor
 
 from dion_core.newton_schulz import ORTHOGONALIZERS, orthogonalizer
 from dion_core.rules import SCALES, SCOPES
+
+logger = logging.getLogger("dion_core")
 
 ALGORITHMS = ("matrix", "adamw", "lion")
 NONFINITE = ("rows", "skip")
@@ -108,6 +112,8 @@ def check_group(group: Mapping[str, Any], defaults: Mapping[str, Any], number: i
         optimizer: its name.
     """
     where = f" in parameter group {number}"
+    if "params" not in group:
+        raise ValueError(f'parameter group {number} has no "params"; it has {sorted(group)}')
     for name in OPTIMIZER_WIDE:
         if name in group:
             raise ValueError(f"{name}{where} is an option of the whole optimizer: give it to {optimizer}(...)")
@@ -134,3 +140,19 @@ def check_parameter(parameter: Tensor, name: str, *, matrix: bool) -> None:
             hint = f"stacks and convolutions are not supported yet; {hint}"
         shape = tuple(parameter.shape)
         raise ValueError(f"{name}: shape {shape} is not a matrix (2 dimensions are needed); {hint}")
+
+
+def warn_of_group(group: Mapping[str, Any], number: int, optimizer: str) -> None:
+    """Logs what a parameter group as given holds that is allowed and seldom meant."""
+    for name in group:
+        close = (
+            []
+            if name in (*OPTIONS, *NOT_YET, "params")
+            else get_close_matches(name, (*OPTIONS, "params"), n=1, cutoff=0.75)
+        )
+        if close:
+            message = "key %r in parameter group %d is not an option of %s and has no effect; did you mean %r?"
+            logger.warning(message, name, number, optimizer, close[0])
+    algorithm = group.get("algorithm", "matrix")
+    if algorithm != "matrix" and "lr" not in group:
+        logger.warning("parameter group %d has algorithm=%r and takes the lr of the matrices", number, algorithm)

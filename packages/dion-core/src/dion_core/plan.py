@@ -54,8 +54,8 @@ class Plan:
         return [
             *(_describe_member(member) for member in self.members),
             f"transport {stable_repr(self.choice.transport)}" if self.choice else "no transport",
+            *(line for number, group in enumerate(self.groups) for line in _describe_options(number, group)),
             *(bucket.describe() for bucket in self.buckets),
-            *(_describe_options(group) for group in self.groups),
         ]
 
     def open(self) -> None:
@@ -121,8 +121,8 @@ def _members(groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -
     return [Member(parameter, names[parameter], group, number) for number, (parameter, group) in enumerate(trainable)]
 
 
-def _describe_options(group: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={stable_repr(group[name])}" for name in OPTIONS if name in group)
+def _describe_options(number: int, group: Mapping[str, Any]) -> list[str]:
+    return [f"group {number} {name}={stable_repr(group[name])}" for name in OPTIONS if name in group]
 
 
 def _describe_member(member: Member) -> str:

@@ -61,6 +61,8 @@ def choose_transport(transport: str | Transport | Choice, scopes: Set[Scope], *,
         choice = transport
     elif isinstance(transport, Transport):
         choice = Choice(type(transport).__name__, transport, "given as an instance")
+    elif not isinstance(transport, str):
+        raise ValueError(f"transport={transport!r} is not allowed: a name, 'auto', or an instance such as FullShard()")
     elif transport == "auto":
         choice = _automatic(scopes, entries)
     elif transport in entries:
@@ -93,11 +95,16 @@ def _automatic(scopes: Set[Scope], entries: Mapping[str, EntryPoint]) -> Choice:
         kind = _load(entries[name])
         if scopes <= kind.scopes:
             reason = "serves scope local" if name == "local" else "the best exact transport that is installed"
+            if kind.may_defer:
+                reason = "the cheapest transport of the global choice, exact while nothing is deferred"
             logger.info("transport='auto' takes %r: %s", name, reason)
             return Choice(name, kind(), reason)
     if entries and scopes:
         raise ValueError(f"transport='auto': none of {', '.join(entries)} serves scope {_names(scopes)}")
-    raise TransportError(_missing("full", entries))
+    raise TransportError(
+        "transport='auto': matrices that lie in pieces on several ranks need a transport, and none that fits is "
+        f"installed (installed: {', '.join(entries) or 'none'}); `pip install dion-comm-nccl` brings 'full'"
+    )
 
 
 def _serving(scopes: Set[Scope], entries: Mapping[str, EntryPoint]) -> list[str]:
