@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dion_core import watchdog
+from dion_core import collectives, watchdog
+from dion_core.collectives import TransportError
 from dion_core.watchdog import Watchdog
 
 INTERVAL = 0.02
@@ -83,6 +84,7 @@ def test_a_late_work_is_named_and_aborted_once(dog: Watchdog, caplog: pytest.Log
     until(lambda: dog._thread is None)
     time.sleep(5 * INTERVAL)
     assert len(communicator.aborted) == 1
+    assert dog.failure.startswith("all_to_all for bucket w on rank 0")
     [record] = caplog.records
     assert (record.name, record.levelno) == ("dion_core", logging.ERROR)
     expected = "all_to_all for bucket w on rank 0 did not end within 0 s; its communicator is aborted"
@@ -154,3 +156,10 @@ def test_a_failing_abort_leaves_the_others_watched(dog: Watchdog, caplog: pytest
     dog.watch([work], "third", 60.0, sound.abort)
     until(lambda: dog._thread is None)
     assert work.looks
+
+
+def test_after_an_abort_every_collective_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was launched before the abort ends without an error of its own, with values that mean nothing."""
+    monkeypatch.setattr(collectives.WATCHDOG, "failure", "all_to_all for a bucket did not end within 18 s")
+    with pytest.raises(TransportError, match="all_to_all for a bucket did not end"):
+        collectives._Pending().wait()

@@ -123,10 +123,16 @@ class _Pending:
         self._what = what
 
     def wait(self) -> None:
+        _raise_failure()
         with _named_errors(self._what):
             for work in self._works:
                 work.wait()  # on gloo bounded by the time-out of the process group
         self._works, self._tensors = (), ()
+
+
+def _raise_failure() -> None:
+    if WATCHDOG.failure:
+        raise TransportError(WATCHDOG.failure)
 
 
 @contextmanager
@@ -208,6 +214,7 @@ class TorchGroup:
         return work
 
     def _launch(self, name: str, sent: Sequence[int], start: Callable[[], list[dist.Work]], *tensors: Tensor) -> Handle:
+        _raise_failure()
         for observer in _observers:
             observer(Call(name, self.size, tuple(sent), self.label))
         what = f"{name} for {self.label or 'the optimizer'} on rank {dist.get_rank()} among ranks {self.ranks}"

@@ -1,7 +1,8 @@
 """Watches collectives on GPUs, where waiting with a time-out would block the host.
 
 One daemon thread for the process looks at the collectives that are under way. One that is not done by its
-deadline is logged by name, and its communicator is aborted, so that the host gets an error instead of hanging.
+deadline is logged by name, and its communicator is aborted. What was launched then ends with undefined values and no
+error of its own, so the failure is kept, and every collective that follows raises it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Watchdog:
     """Calls `abort` for every collective that is not done in time. The thread runs only while there are some."""
 
     def __init__(self) -> None:
+        self.failure = ""
+        """What was aborted, if anything was: nothing that this process has sent since can be trusted."""
         self._lock = threading.Lock()
         self._watched: list[_Watched] = []
         self._thread: threading.Thread | None = None
@@ -70,7 +73,8 @@ class Watchdog:
                     self._thread = None
                     return
             for entry in late:
-                logger.error("%s did not end within %.0f s; its communicator is aborted", entry.what, entry.seconds)
+                self.failure = f"{entry.what} did not end within {entry.seconds:.0f} s; its communicator is aborted"
+                logger.error(self.failure)
                 try:
                     entry.abort()
                 except Exception:  # it may be gone already; the others are still to be watched
