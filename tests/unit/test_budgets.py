@@ -163,3 +163,12 @@ def test_a_resumed_session_has_the_pools_of_the_unbroken_one(saved_after: int) -
             assert begin(resumed, counts) == capacity
         seen.add(str(capacity))
     assert len(seen) > 1
+
+
+def test_a_pair_that_needs_nothing_keeps_a_row() -> None:
+    """Else what it suddenly needs would wait until the counts have arrived, whatever `max_wait` says."""
+    learned = LearnedBudgets(torch.tensor([8, 8, 0]))
+    for _ in range(200):
+        learned.observe(torch.tensor([16, 0, 0]))
+    assert learned.budgets[1] >= 1
+    assert learned.budgets[0] >= 16

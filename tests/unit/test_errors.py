@@ -1,5 +1,7 @@
 """Bad input gets one clear error that names the parameter or option, its value, and what is allowed."""
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -301,3 +303,54 @@ def test_a_load_keeps_what_the_saved_groups_do_not_say() -> None:
     assert ours.param_groups[0]["algorithm"] == "adamw"
     assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
     ours.step()
+
+
+def test_copies_are_refused() -> None:
+    optimizer = NorDion2([matrix()])
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="state_dict"):
+            copied(optimizer)
+
+
+def test_groups_that_were_replaced() -> None:
+    def step(change: Callable[[Dion2], object]) -> None:
+        optimizer = Dion2([{"params": [matrix()]}, {"params": [matrix()]}])
+        optimizer.step()
+        change(optimizer)
+        optimizer.step()
+
+    def replace_parameter(optimizer: Dion2) -> None:
+        optimizer.param_groups[0]["params"][0] = matrix()
+
+    def replace_group(optimizer: Dion2) -> None:
+        optimizer.param_groups[0] = dict(optimizer.param_groups[0])
+
+    for change in (replace_parameter, replace_group, lambda optimizer: optimizer.param_groups.pop()):
+        refused(lambda change=change: step(change), "was replaced", "add_param_group")
+
+
+def test_option_tensors_have_no_dimension() -> None:
+    refused(lambda: NorDion2([matrix()], lr=torch.tensor([0.01])), "lr=", "0-dim")
+
+
+def test_a_frozen_parameter_keeps_its_saved_state() -> None:
+    parameters = [matrix(), matrix()]
+    for parameter in parameters:
+        parameter.grad = torch.ones(4, 4)
+    optimizer = NorDion2(parameters)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    parameters[0].requires_grad_(False)
+    resumed = NorDion2(parameters)
+    resumed.load_state_dict(saved)
+    assert torch.equal(resumed.state[parameters[0]]["momentum"], saved["state"][0]["momentum"])
+
+
+def test_row_counts_outlive_a_plan() -> None:
+    optimizer = Dion2([matrix()], fraction=0.5)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 4)
+    optimizer.step()
+    optimizer.add_param_group({"params": [matrix()]})
+    report = optimizer.report()
+    assert (report["rows"]["chosen"], report["rows"]["applied"], report["steps"]["taken"]) == (2, 2, 1)
+    assert optimizer.report()["rows"]["chosen"] == 0

@@ -192,7 +192,7 @@ def planned(transport: Transport, rank: int) -> Report:
         plan.open()
     plan.buckets[0].chosen += 5
     with observe() as calls:
-        report = as_json(make_report(plan, {}, 3, torch.tensor(1.0)))
+        report = as_json(make_report(plan, {}, 3, torch.tensor(1.0), [0, 0, 0]))
     assert calls == []
     return report
 

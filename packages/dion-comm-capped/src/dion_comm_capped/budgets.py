@@ -108,7 +108,10 @@ class LearnedBudgets:
         if len(self._window) < WINDOW:
             unknown = most == 0
             most, mean = (torch.where(unknown, UNSEEN * self.expected, known) for known in (most, mean))
-        return (most + self._margin * mean.clamp(min=1).sqrt()).floor().long()
+        wanted = (most + self._margin * mean.clamp(min=1).sqrt()).floor().long()
+        return wanted.maximum(
+            self.expected.clamp(max=1)
+        )  # one row at least, or a pair that wakes up would wait for long
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data from which a resumed run goes on alike."""

@@ -57,6 +57,8 @@ class MatrixOptimizer(Optimizer):
         self._names: dict[Tensor, str] = {}
         self._structure: list[tuple[Any, ...]] = []
         self._plan: Plan | None = None
+        self._identities: list[tuple[int, ...]] = []
+        self._past: list[int] = [0, 0, 0]
         self._num_steps = 0
         self._warned = False
         entries = [dict(entry) if isinstance(entry, dict) else entry for entry in listed(params)]
@@ -177,7 +179,8 @@ class MatrixOptimizer(Optimizer):
         """
         assert self._plan is not None
         num_steps, self._num_steps = self._num_steps, 0
-        return make_report(self._plan, self.state, num_steps, self._skipped)
+        past, self._past = self._past, [0, 0, 0]
+        return make_report(self._plan, self.state, num_steps, self._skipped, past)
 
     @contextmanager
     def _raised_by_all(self) -> Iterator[None]:
@@ -187,6 +190,10 @@ class MatrixOptimizer(Optimizer):
         except Exception as error:
             report_failure(error, self._group, self._device)
             raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuses copies: process groups and the open transport cannot be copied."""
+        raise TypeError(f"{type(self).__name__} cannot be pickled or deep-copied; save and load its state_dict()")
 
     def _add_group(self, group: dict[str, Any]) -> None:
         names = self._check_new_group(group)
@@ -203,7 +210,7 @@ class MatrixOptimizer(Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return {
-            parameter: loaded_state(self._names[parameter], saved, self.state.get(parameter, {}))
+            parameter: loaded_state(self._names[parameter], saved, self.state.get(parameter))
             for number, parameter in zip(numbers, parameters, strict=False)
             if (saved := state_dict["state"].get(number))
         }
@@ -247,11 +254,18 @@ class MatrixOptimizer(Optimizer):
         for bucket in plan.buckets:
             for member in bucket.members if bucket.may_defer else ():
                 self.state[member.parameter].setdefault(WAITED, row_state_like(member.parameter, torch.int32))
+        if self._plan is not None:
+            self._past = [past + count for past, count in zip(self._past, self._plan.row_counts(), strict=True)]
         self._plan = plan
         self._structure = [_structure(group) for group in self.param_groups]
+        self._identities = [_identity(group) for group in self.param_groups]
 
     def _current_plan(self) -> Plan:
         """The plan, made again where parameters began or ceased to require gradients."""
+        if [_identity(group) for group in self.param_groups] != self._identities:
+            raise ValueError(
+                "param_groups or a parameter in it was replaced: change values in place, and add groups by add_param_group"
+            )
         structure = [_structure(group) for group in self.param_groups]
         if structure != self._structure:
             for number, (now, planned) in enumerate(zip(structure, self._structure, strict=True)):
@@ -284,6 +298,11 @@ class MatrixOptimizer(Optimizer):
 
 def _local_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: local_tensor(value) for key, value in state.items()}
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tells whether it is the group that the plan was made from, with its parameters."""
+    return (id(group), *map(id, group["params"]))
 
 
 def _structure(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ STRUCTURAL = ("algorithm", "scope", "fraction", "scale", "momentum_dtype", "wire
 
 def _number(value: object) -> float | None:
     if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 else None
+        return float(value) if value.ndim == 0 else None
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
@@ -61,7 +61,7 @@ def _orthogonalizer(value: object) -> bool:
 
 _INFINITY = float("inf")
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": (_within(0, _INFINITY, open_high=True), "a finite number >= 0, or a tensor of one"),
+    "lr": (_within(0, _INFINITY, open_high=True), "a finite number >= 0, or a 0-dim tensor of one"),
     "momentum": (_within(0, 1, open_high=True), "0 <= momentum < 1"),
     "beta2": (_within(0, 1, open_high=True), "0 <= beta2 < 1"),
     "weight_decay": (_within(0, _INFINITY, open_high=True), "a finite number >= 0"),

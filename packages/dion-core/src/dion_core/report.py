@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,9 @@ from dion_core.state import WAITED, State
 Report = dict[str, Any]
 
 
-def make_report(plan: Plan, states: Mapping[Tensor, State], num_steps: int, skipped: Tensor) -> Report:
+def make_report(
+    plan: Plan, states: Mapping[Tensor, State], num_steps: int, skipped: Tensor, past: Sequence[int]
+) -> Report:
     """The report of this rank, JSON-serializable; row and step counts start again from 0.
 
     Reading the counters waits for the device; nothing is communicated.
@@ -25,9 +27,13 @@ def make_report(plan: Plan, states: Mapping[Tensor, State], num_steps: int, skip
         states: of its parameters.
         num_steps: how many steps were taken since the last report.
         skipped: 0-dim counter of those that were skipped; set to 0.
+        past: rows chosen, applied and left out as not finite under earlier plans, since the last report.
     """
     buckets = [_bucket(bucket) for bucket in plan.buckets]
-    rows = {name: sum(bucket["rows"][name] for bucket in buckets) for name in ("chosen", "applied", "nonfinite")}
+    names = ("chosen", "applied", "nonfinite")
+    rows = {
+        name: sum(bucket["rows"][name] for bucket in buckets) + before for name, before in zip(names, past, strict=True)
+    }
     rows["deferred"] = rows["chosen"] - rows["applied"]
     waited = [local_tensor(state[WAITED]) for state in states.values() if WAITED in state]
     rows["waiting"] = sum(int((steps > 0).sum()) for steps in waited)

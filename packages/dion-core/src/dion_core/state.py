@@ -37,18 +37,20 @@ def new_state(parameter: Tensor, group: Mapping[str, Any], rule: Rule) -> State:
     return state
 
 
-def loaded_state(name: str, saved: Mapping[str, Any], live: Mapping[str, Tensor]) -> State:
+def loaded_state(name: str, saved: Mapping[str, Any], live: Mapping[str, Tensor] | None) -> State:
     """A copy of the saved state in the dtypes and on the devices of the live one, which is not changed.
 
     Args:
         name: of the parameter, for errors.
         saved: its saved state. Waiting times may be missing (no row waits then), or be there where no transport
             defers rows now.
-        live: the state that it has.
+        live: the state that it has; None for a frozen parameter, which keeps what was saved.
 
     Raises:
         ValueError: other keys than the live state has, or a tensor of another shape or in another place.
     """
+    if live is None:
+        return {key: torch.as_tensor(value).detach().clone() for key, value in saved.items()}
     given, wanted = saved.keys() - {WAITED}, live.keys() - {WAITED}
     if given != wanted:
         raise ValueError(f"{name}: the saved state has {sorted(given)}, {sorted(wanted)} are needed")
