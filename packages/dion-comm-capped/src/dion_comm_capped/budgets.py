@@ -109,9 +109,8 @@ class LearnedBudgets:
             unknown = most == 0
             most, mean = (torch.where(unknown, UNSEEN * self.expected, known) for known in (most, mean))
         wanted = (most + self._margin * mean.clamp(min=1).sqrt()).floor().long()
-        return wanted.maximum(
-            self.expected.clamp(max=1)
-        )  # one row at least, or a pair that wakes up would wait for long
+        # One row at least: what a pair suddenly needs would else wait for as long as the counts take to arrive.
+        return wanted.maximum(self.expected.clamp(max=1))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data from which a resumed run goes on alike."""

@@ -264,7 +264,7 @@ class MatrixOptimizer(Optimizer):
         """The plan, made again where parameters began or ceased to require gradients."""
         if [_identity(group) for group in self.param_groups] != self._identities:
             raise ValueError(
-                "param_groups or a parameter in it was replaced: change values in place, and add groups by add_param_group"
+                "param_groups or a parameter in it was replaced: change values in place, add groups by add_param_group"
             )
         structure = [_structure(group) for group in self.param_groups]
         if structure != self._structure:
