@@ -58,7 +58,7 @@ def _train(rank: Rank, capacity: Capacity, corpus: Corpus, settings: Settings) -
     """One run of the demo's program, with the optimizer's report read after every step."""
     model = build_model(rank, settings)
     transport = Capped(capacity=capacity)
-    run = Run(str(capacity), transport, exact=False)  # type: ignore[arg-type]
+    run = Run(str(capacity), transport, exact=False)
     optimizer = build_optimizer(model, run, settings)
     assert isinstance(optimizer, NorDion2)
     scheduler = LambdaLR(optimizer, partial(lr_factor, num_steps=settings.steps))

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from dion_core import available_transports
+from dion_core.transport import Transport
 from text_demo.model import ModelShape
 from text_demo.rank import default_world_size
 from text_demo.text import Corpus, load_text
@@ -21,7 +22,7 @@ class Run:
     """One training from the common start."""
 
     name: str
-    transport: str | None  # None: torch's AdamW, the yardstick
+    transport: str | Transport | None  # a name, an instance with options, or None: torch's AdamW, the yardstick
     exact: bool  # rows are chosen over the whole matrix, so that every such run should take the same steps
 
 
