@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels then run on the CPU; read when triton is imported

@@ -190,7 +190,7 @@ def planned(transport: Transport, rank: int) -> Report:
     plan = Plan(members, buckets, [], choice, loads, [options])
     with patch("dion_core.plan._warm_up"):  # nobody is there to be connected with
         plan.open()
-    plan.buckets[0].chosen += 5
+    plan.buckets[0].chosen[1] += 5
     with observe() as calls:
         report = as_json(make_report(plan, {}, 3, torch.tensor(1.0), [0, 0, 0]))
     assert calls == []

@@ -20,7 +20,8 @@ from dion_comm_capped.budgets import LearnedBudgets, fixed_budgets
 from dion_comm_capped.pool import Budgets, OwnerTables, PoolPlan, SenderTables, offered_rows
 from dion_core.layout import Axis
 from dion_core.newton_schulz import Orthogonalizer
-from dion_core.packing import SlotExchange, SlotPlan, collect, compact, spread
+from dion_core.ops import collect, spread
+from dion_core.packing import SlotExchange, SlotPlan
 from dion_core.rows import Rows, RowSelection
 from dion_core.steps import Steps, done
 from dion_core.transport import Bucket, Exchange, Scope, Session, Traffic, Transport
@@ -65,11 +66,10 @@ class PooledExchange(Exchange):
         yield
         handle.wait()
         count, before = self._read_header(arrived, selection.count_by_rank)
-        source, valid = compact(count, self._receiver.forward_first + before, total)
-        results = orthogonalizer(collect(arrived[:-4].view(-1, columns), source, valid))
+        start = self._receiver.forward_first + before
+        results = orthogonalizer(collect(arrived[:-4].view(-1, columns), count, start, total))
         returned_rows, sent_rows = self.plan.back_rows()
-        place, _ = compact(count, self._receiver.back_first + before, total)
-        back = spread(results, place, valid, sum(sent_rows))
+        back = spread(results, count, self._receiver.back_first + before, sum(sent_rows))
         returned = rows.values.new_empty(sum(returned_rows) + 1, columns)
         sizes = [size * columns for size in returned_rows], [size * columns for size in sent_rows]
         handle = group.all_to_all(returned[:-1].flatten(), back, *sizes)

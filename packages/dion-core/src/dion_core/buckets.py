@@ -63,7 +63,7 @@ class Member:
 class MatrixBucket:
     """A bucket with the parameters in it, how they are updated, and what happened to them so far.
 
-    `chosen`, `applied` and `nonfinite` are 0-dim int64 counters of rows on the device.
+    `chosen`, `applied` and `nonfinite` count rows by matrix, (N,) int64 on the device.
     """
 
     bucket: Bucket
@@ -79,7 +79,7 @@ class MatrixBucket:
     nonfinite: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        zeros = torch.zeros(3, dtype=torch.int64, device=self.bucket.device)
+        zeros = torch.zeros(3, self.bucket.num_matrices, dtype=torch.int64, device=self.bucket.device)
         self.chosen, self.applied, self.nonfinite = zeros.unbind()
 
     @cached_property

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from dion_core.collectives import split
+from dion_core.compaction import compact
 from dion_core.layout import Axis
-from dion_core.packing import compact
-from dion_core.rows import Rows, RowSelection, accumulation_dtype, sums_of_squares
+from dion_core.ops import sums_of_squares, update_second_moment_
+from dion_core.rows import Rows, RowSelection, accumulation_dtype
 from dion_core.steps import Steps
 from dion_core.transport import Bucket
 
@@ -79,20 +80,9 @@ class NeuronNormalizer:
         beta2: float | Tensor,
     ) -> Steps[Tensor]:
         before = yield from _over_columns(sums_of_squares(rows, selection), bucket)
-        valid = selection.valid()
-        factors = []
-        for matrix, state in enumerate(second_moment):
-            offered = min(selection.index.shape[1], state.shape[0])
-            index = selection.index[matrix, :offered]
-            old = state[:, 0].index_select(0, index)
-            mean = (before[matrix, :offered] / bucket.shape[1]).to(old.dtype)
-            new = torch.where(valid[matrix, :offered], old * beta2 + mean * (1 - beta2), old)
-            state[:, 0].index_copy_(0, index, new)
-            factor = before.new_zeros(selection.index.shape[1])
-            factor[:offered] = (new.to(before.dtype).sqrt() + NEURON_EPSILON).reciprocal()
-            factors.append(factor)
-        factor = torch.stack(factors)
-        after = torch.where(valid, before * factor.square(), 0)
+        moment = update_second_moment_(second_moment, selection, before / bucket.shape[1], beta2=beta2)
+        factor = (moment.sqrt() + NEURON_EPSILON).reciprocal()
+        after = torch.where(selection.valid(), before * factor.square(), 0)
         total_before, total_after = yield from _over_rows(torch.stack([before, after]), selection, bucket)
         ratio = torch.where(total_after > 0, (total_before / total_after).sqrt(), 1)
         return factor * ratio[:, None]

@@ -17,10 +17,11 @@ from dion_core.buckets import MatrixBucket
 from dion_core.collectives import Group, split
 from dion_core.deferral import wait_, with_age
 from dion_core.layout import Axis
+from dion_core.ops import accumulate_, take_and_decay_, update_
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan
 from dion_core.presence import Presence
-from dion_core.rows import RowSelection, accumulate_, overflowing_rows, take_and_decay_, update_
+from dion_core.rows import RowSelection, overflowing_rows
 from dion_core.selection import whole_scores
 from dion_core.state import WAITED
 from dion_core.steps import Steps, interleave, run
@@ -79,14 +80,13 @@ def _agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradient
 
 
 def _accumulate(bucket: MatrixBucket, gradients: Gradients, state: State, presence: Presence) -> Tensor:
-    scores, left_out = accumulate_(
+    return accumulate_(
         _local(bucket, state, "momentum"),
         gradients,
+        bucket.nonfinite,
         maximize=bucket.options["maximize"],
         proceed=presence.proceed.to(bucket.bucket.device),
     )
-    bucket.nonfinite += left_out.sum()
-    return scores
 
 
 def _gather_scores(buckets: Sequence[MatrixBucket], scores: Sequence[Tensor]) -> list[Tensor]:
@@ -125,8 +125,8 @@ def _move_and_apply(
     chosen = with_age(chosen, waited)
     selection = bucket.exchange.admit(chosen)
     wait_(waited, chosen, selection)
-    bucket.chosen += chosen.count.sum()
-    bucket.applied += selection.count.sum()
+    bucket.chosen += chosen.count
+    bucket.applied += selection.count
     rows = bucket.exchange.reserve(selection)
     take_and_decay_(
         _local(bucket, state, "momentum"),

@@ -58,9 +58,10 @@ def make_report(
 
 def _bucket(entry: MatrixBucket) -> Report:
     bucket, traffic = entry.bucket, entry.exchange.traffic()
-    counts = {"chosen": int(entry.chosen), "applied": int(entry.applied), "nonfinite": int(entry.nonfinite)}
-    for counter in (entry.chosen, entry.applied, entry.nonfinite):
-        counter.zero_()
+    counters = {"chosen": entry.chosen, "applied": entry.applied, "nonfinite": entry.nonfinite}
+    counts = {name: int(by_matrix.sum()) for name, by_matrix in counters.items()}
+    for by_matrix in counters.values():
+        by_matrix.zero_()
     return {
         "name": bucket.name,
         "shape": list(bucket.shape),

@@ -1,0 +1,1 @@
+"""Triton kernels, imported only where there is a GPU for them: one file for each module of definitions."""
