@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from dion_core.buckets import Member
 from dion_core.elementwise import adamw_, lion_
 from dion_core.membership import check_same_group, check_same_ranks, listed, replica_group, stepping_group
+from dion_core.operands import StepOperands
 from dion_core.options import STRUCTURAL, check_group, check_options, check_parameter, warn_of_group
 from dion_core.pipeline import step_matrices
 from dion_core.placements import local_tensor, row_state_like
@@ -102,7 +103,7 @@ class MatrixOptimizer(Optimizer):
         if not self._warned and all(gradient is None for gradient in presence.gradients):
             logger.warning("a step found no gradient here; was the optimizer built before the model was sharded?")
             self._warned = True
-        step_matrices(plan, self.state, presence)
+        step_matrices(plan, self._operands, self.state, presence)
         for group in plan.elementwise:
             self._step_elementwise(group, presence)
         self._num_steps += 1
@@ -257,6 +258,7 @@ class MatrixOptimizer(Optimizer):
         if self._plan is not None:
             self._past = [past + count for past, count in zip(self._past, self._plan.row_counts(), strict=True)]
         self._plan = plan
+        self._operands = StepOperands(plan.buckets)
         self._structure = [_structure(group) for group in self.param_groups]
         self._identities = [_identity(group) for group in self.param_groups]
 
