@@ -21,8 +21,8 @@ ALIGNMENT = 16
 class Matrices(Sequence[Any]):
     """N tensors (R, C) of one dtype, device and pair of strides, or None where one is missing.
 
-    A sequence of its tensors (typed `Any`, since a gradient may be missing and a parameter not), so that plain torch can
-    go through them one by one.
+    A sequence of its tensors, so that plain torch can go through them one by one (typed `Any`, since a gradient
+    may be missing and a parameter not).
 
     Attributes:
         tensors: the N tensors.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dion_core.buckets import MatrixBucket
-from dion_core.matrices import DeviceNumbers, matrices, starts
+from dion_core.matrices import DeviceNumbers, Matrices, matrices, starts
 from dion_core.state import WAITED
 
 State = Mapping[Tensor, Mapping[str, Any]]
@@ -93,7 +93,9 @@ class _DeviceTable:
         self._known: list[dict[str, Matrices]] = [{} for _ in buckets]
 
     def of_step(self, given: Sequence[Operands]) -> list[Operands]:
-        made, addresses, values = [], [], []
+        made: list[Operands] = []
+        addresses: list[int] = []
+        values: list[float] = []
         for operands, places, scalars, known in zip(given, self._places, self._scalars, self._known, strict=True):
             for role, place in zip(ROLES, places, strict=True):
                 tensors = getattr(operands, role)
