@@ -16,7 +16,7 @@ from dion_core.builtin import LocalExchange, ReplicatedExchange
 from dion_core.layout import Axis, Layout, RowTables
 from dion_core.newton_schulz import Orthogonalizer, orthogonalizer
 from dion_core.ownership import assign_owners, newton_schulz_cost
-from dion_core.placements import local_tensor
+from dion_core.placements import local_part, local_tensor
 from dion_core.presence import Presence
 from dion_core.registry import Choice, check_axes
 from dion_core.rules import Rule, selector, update_scale
@@ -51,12 +51,16 @@ class Member:
             return None
         if gradient.layout is not torch.strided:
             raise ValueError(f"{self.name}: a gradient of layout {gradient.layout} is not supported, only strided ones")
-        given, wanted = (getattr(tensor, "placements", "of a plain tensor") for tensor in (gradient, parameter))
-        if given != wanted:
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            elsewhere = gradient.placements != parameter.placements
+        else:
+            elsewhere = isinstance(gradient, DTensor) or isinstance(parameter, DTensor)
+        if elsewhere:
+            given, wanted = (getattr(tensor, "placements", "of a plain tensor") for tensor in (gradient, parameter))
             raise ValueError(
                 f"{self.name}: the gradient has placements {given}, the parameter {wanted}: redistribute it first"
             )
-        return local_tensor(gradient)
+        return local_part(gradient)
 
 
 @dataclass

@@ -6,16 +6,16 @@ rewrites by one pinned copy a step. A captured step therefore follows new gradie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from dion_core.buckets import MatrixBucket
+from dion_core.buckets import MatrixBucket, Member
 from dion_core.matrices import DeviceNumbers, Matrices, matrices, starts
+from dion_core.placements import local_part
 from dion_core.state import WAITED
 
 State = Mapping[Tensor, Mapping[str, Any]]
@@ -47,6 +47,12 @@ class Operands:
     waited: Sequence[Tensor]
     scalars: Mapping[str, float | Tensor]
 
+    @property
+    def form(self) -> Hashable:
+        """What a captured step cannot follow: the form of the tensors. Their addresses and the options it can."""
+        tensors = [getattr(self, role) for role in ROLES]
+        return tuple((t.shape, t.stride, t.dtype, t.aligned) for t in tensors if isinstance(t, Matrices))
+
 
 class StepOperands:
     """The operands of all buckets of a plan."""
@@ -68,11 +74,32 @@ class StepOperands:
         """
         operands = [_operands(bucket, state, each) for bucket, each in zip(self._buckets, gradients, strict=True)]
         for table in self._tables:
-            for number, on_device in zip(
-                table.numbers, table.of_step([operands[n] for n in table.numbers]), strict=True
-            ):
-                operands[number] = on_device
+            on_device = table.of_step([operands[number] for number in table.numbers])
+            for number, each in zip(table.numbers, on_device, strict=True):
+                operands[number] = each
         return operands
+
+
+class Rates:
+    """The learning rates of elementwise groups, on a GPU as tensors there, so that a captured step follows them."""
+
+    def __init__(self, parts: Sequence[Sequence[Member]]) -> None:
+        self._groups = [part[0].group for part in parts]
+        devices = [local_part(part[0].parameter).device for part in parts]
+        self._on_device = [DeviceNumbers(0, 1, device) if device.type == "cuda" else None for device in devices]
+
+    def of_step(self) -> list[float | Tensor]:
+        """The rate of every group."""
+        rates: list[float | Tensor] = []
+        for group, numbers in zip(self._groups, self._on_device, strict=True):
+            rate = group["lr"]
+            if numbers is not None:
+                numbers.write([], [_host_value(rate)])
+                if isinstance(rate, Tensor) and rate.is_cuda:
+                    numbers.floats.copy_(rate)
+                rate = numbers.floats[0]
+            rates.append(rate)
+        return rates
 
 
 class _DeviceTable:
@@ -116,19 +143,13 @@ class _DeviceTable:
 def _operands(bucket: MatrixBucket, state: State, gradients: Gradients) -> Operands:
     states = [state[member.parameter] for member in bucket.members]
     return Operands(
-        parameters=[_part(member.parameter) for member in bucket.members],
-        momentum=[_part(each["momentum"]) for each in states],
+        parameters=[local_part(member.parameter) for member in bucket.members],
+        momentum=[local_part(each["momentum"]) for each in states],
         gradients=gradients,
-        second_moment=[_part(each["second_moment"]) for each in states if "second_moment" in each],
-        waited=[_part(each[WAITED]) for each in states] if bucket.may_defer else [],
+        second_moment=[local_part(each["second_moment"]) for each in states if "second_moment" in each],
+        waited=[local_part(each[WAITED]) for each in states] if bucket.may_defer else [],
         scalars={name: bucket.options.get(name, 0.0) for name in SCALARS},
     )
-
-
-def _part(tensor: Tensor) -> Tensor:
-    """This rank's part, without the detour through autograd that `DTensor.to_local` makes."""
-    part: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return part
 
 
 def _host_value(value: float | Tensor) -> float:

@@ -16,7 +16,7 @@ from dion_core.buckets import MatrixBucket
 from dion_core.collectives import Group, split
 from dion_core.deferral import wait_, with_age
 from dion_core.layout import Axis
-from dion_core.operands import Gradients, Operands, State, StepOperands
+from dion_core.operands import Gradients, Operands, State
 from dion_core.ops import accumulate_, take_and_decay_, update_
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan
@@ -28,10 +28,14 @@ from dion_core.steps import Steps, interleave, run
 BUCKETS_IN_FLIGHT = 2
 
 
-def step_matrices(plan: Plan, operands: StepOperands, state: State, presence: Presence) -> None:
-    """Updates the matrix parameters and their state in place. Collective; no value is read on the host."""
-    gradients = _agree_on_rows(plan.buckets, [bucket.gradients(presence) for bucket in plan.buckets], state)
-    of_step = operands.of_step(state, gradients)
+def step_matrices(plan: Plan, operands: Sequence[Operands], presence: Presence) -> None:
+    """Updates the matrix parameters and their state in place. Collective; no value is read on the host.
+
+    Args:
+        plan: of the optimizer.
+        operands: of its buckets.
+        presence: the gradients of the step.
+    """
     active = [bucket.active(presence) for bucket in plan.buckets]
     scores = [
         accumulate_(
@@ -41,7 +45,7 @@ def step_matrices(plan: Plan, operands: StepOperands, state: State, presence: Pr
             maximize=bucket.options["maximize"],
             proceed=presence.proceed.to(bucket.bucket.device),
         )
-        for bucket, each in zip(plan.buckets, of_step, strict=True)
+        for bucket, each in zip(plan.buckets, operands, strict=True)
     ]
     known = _gather_scores(plan.buckets, scores)
     selections = [
@@ -50,12 +54,12 @@ def step_matrices(plan: Plan, operands: StepOperands, state: State, presence: Pr
     ]
     if plan.session is not None:
         run(plan.session.begin(selections[: len(plan.transported)]))
-    stages = [_move_and_apply(*each) for each in zip(plan.buckets, of_step, selections, active, strict=True)]
+    stages = [_move_and_apply(*each) for each in zip(plan.buckets, operands, selections, active, strict=True)]
     interleave(stages, in_flight=BUCKETS_IN_FLIGHT)
 
 
-def _agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients], state: State) -> list[Gradients]:
-    """The gradients, a row that one rank would leave out being NaN on all ranks that hold its columns.
+def agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients], state: State) -> list[Gradients]:
+    """The gradients, a row that one rank would leave out being NaN on all ranks that hold its columns. Collective.
 
     Only column-split matrices need it, whose rows no rank sees whole; all of a group share one message.
     """

@@ -18,6 +18,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local.detach()
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """As `local_tensor`, the tensor itself where it is plain, and without the detour that autograd needs: for steps."""
+    part: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return part
+
+
 def mesh_group(mesh: DeviceMesh) -> Group:
     """All ranks of a mesh as one group. Collective where that group does not exist yet."""
     if mesh.size() == 1:

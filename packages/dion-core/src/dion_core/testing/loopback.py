@@ -1,7 +1,7 @@
 """One rank of a world of W on one device: collectives that copy the same bytes without leaving it.
 
-Compute, memory and host time of a rank are thereby measured without a second device; what arrives is finite and
-of the right form (a rank receives what it sent), but not what other ranks would send.
+Compute, memory and host time of a rank are thereby measured without a second device. What arrives has the right form
+and size (a rank receives what it sent), but is not what other ranks would send: results mean nothing.
 """
 
 from __future__ import annotations
