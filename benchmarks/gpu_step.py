@@ -1,10 +1,11 @@
 """The time of one optimizer step on a GPU, as one rank of W, with loopback collectives.
 
-    python -m benchmarks.gpu_step [--case 5120x8:4:local ...] [--fraction 0.25] [--peer] [--kernels]
+    python -m benchmarks.gpu_step [--case 5120x8:4:local ...] [--fraction 0.25] [--peer] [--captured]
+                                  [--wire 25] [--kernels] [--trace FOLDER]
 
 A case is INVENTORY:W:TRANSPORT. bf16 parameters, gradients and state, FSDP2 row shards, NorDion2, gradients renewed
 before every step. With --peer the public `dion` package runs in the same process on the same inventory, if it can be
-imported. Results are kept as JSON under benchmarks/results/ with the machine named.
+imported. --wire models a wire of so many GB/s; --trace writes a step of every case in the Chrome format. Results are kept as JSON under benchmarks/results/ with the machine named.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from typing import Any
 import torch
 
 from benchmarks.inventories import INVENTORIES, renew_gradients, sharded_parameters
-from benchmarks.step_timing import ceilings, kernel_table, time_steps
+from benchmarks.step_timing import ceilings, profiled, time_steps
 from dion_core import NorDion2
 from dion_core.ownership import newton_schulz_cost
-from dion_core.rules import SCOPES
-from dion_core.testing.loopback import loopback
+from dion_core.testing.loopback import Wire, loopback
 
 CASES = (
     *(f"5120x8:4:{transport}" for transport in ("local", "capped", "full", "varlen")),
@@ -55,12 +55,28 @@ class Case:
             raise SystemExit(f"inventory {inventory!r} is not known: {', '.join(INVENTORIES)}")
         return cls(inventory, int(world_size), transport)
 
+    def __str__(self) -> str:
+        return f"{self.inventory}:{self.world_size}:{self.transport}"
 
-def measure(case: Case, fraction: float, *, peer: bool, kernels: bool) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class Settings:
+    """How the cases are run; see the module."""
+
+    fraction: float
+    captured: bool
+    wire: float | None
+    kernels: bool
+    trace: Path | None
+
+
+def measure(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
     """One row of the table, of this project or of the public package."""
     gc.collect()
     torch.cuda.empty_cache()
-    with loopback(case.world_size, "cuda") as (mesh, _):
+    fraction = settings.fraction
+    wire = None if settings.wire is None else Wire(settings.wire * 1e9)
+    with loopback(case.world_size, "cuda", wire=wire) as (mesh, _):
         parameters = sharded_parameters(INVENTORIES[case.inventory], mesh, torch.bfloat16)
         made: list[Any] = []
 
@@ -71,16 +87,32 @@ def measure(case: Case, fraction: float, *, peer: bool, kernels: bool) -> dict[s
                 made.append(build_peer(parameters, mesh, fraction, scope=_peer_scope(case.transport)))
             else:
                 made.append(NorDion2(parameters, lr=0.01, fraction=fraction, transport=case.transport))
+                if settings.captured:
+                    made[0].capture()
             step: Callable[[], Any] = made[0].step
             return step
 
-        timing = time_steps(build, lambda: renew_gradients(parameters))
-        if kernels:
-            print(kernel_table(made[0].step, lambda: renew_gradients(parameters)), flush=True)
+        def renew() -> None:
+            renew_gradients(parameters)
+
+        timing = time_steps(build, renew)
+        if settings.kernels or settings.trace is not None:
+            profile = profiled(made[0].step, renew)
+            if settings.kernels:
+                print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=60))
+            if settings.trace is not None:
+                settings.trace.mkdir(parents=True, exist_ok=True)
+                profile.export_chrome_trace(
+                    str(settings.trace / f"{str(case).replace(':', '-')}{'-peer' * peer}.json.gz")
+                )
         report = {} if peer else made[0].report()
+        if settings.captured and not peer:
+            made[0].release()
     return {
-        "case": f"{case.inventory}:{case.world_size}:{case.transport}" + (" (public dion)" if peer else ""),
+        "case": str(case) + " (public dion)" * peer,
         "fraction": fraction,
+        "captured": settings.captured and not peer,
+        "wire_gb_per_s": settings.wire,
         **timing.as_dict(),
         "host_reads": report.get("host_reads_per_step"),
         "rows": report.get("rows"),
@@ -145,19 +177,22 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", default=CASES, metavar="INVENTORY:W:TRANSPORT")
     parser.add_argument("--fraction", type=float, default=0.25)
     parser.add_argument("--peer", action="store_true", help="the public dion package too")
+    parser.add_argument("--captured", action="store_true", help="the step as a CUDA graph")
+    parser.add_argument("--wire", type=float, help="bandwidth of a modelled wire in GB/s")
+    parser.add_argument("--trace", type=Path, help="folder for Chrome traces")
     parser.add_argument("--kernels", action="store_true", help="print the slowest kernels of each case")
     parser.add_argument("--output", type=Path, default=None, help="default: benchmarks/results/gpu_step-MACHINE.json")
     arguments = parser.parse_args()
-    assert set(SCOPES) >= {"local", "global"}
     if not torch.cuda.is_available():
         sys.exit("a GPU is needed: torch.cuda.is_available() is False")
+    settings = Settings(arguments.fraction, arguments.captured, arguments.wire, arguments.kernels, arguments.trace)
     best = ceilings()
     print(f"copy {best['copy'] / 1e12:.2f} TB/s, bf16 product {best['product'] / 1e12:.0f} TFLOP/s", flush=True)
     rows = []
     for text in arguments.case:
         case = Case.parse(text)
         for peer in (False, True) if arguments.peer else (False,):
-            row = measure(case, arguments.fraction, peer=peer, kernels=arguments.kernels)
+            row = measure(case, settings, peer=peer)
             show(row, case, best)
             rows.append({**row, "of_ceiling": fractions_of_ceiling(row, case, best)})
     machine = torch.cuda.get_device_name()

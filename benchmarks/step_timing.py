@@ -128,29 +128,25 @@ def _timed(step: Callable[[], Any], renew: Callable[[], None], *, busy_ms: float
     return statistics.median(device), statistics.median(host)
 
 
-def _profile(step: Callable[[], Any], renew: Callable[[], None]) -> tuple[int, dict[str, float]]:
-    """Launches of one step, and the device time of its kernels by stage in ms."""
+def profiled(step: Callable[[], Any], renew: Callable[[], None]) -> Any:
+    """The profile (torch.profiler) of one step, of host and device."""
     renew()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
         step()
         torch.cuda.synchronize()
+    return profile
+
+
+def _profile(step: Callable[[], Any], renew: Callable[[], None]) -> tuple[int, dict[str, float]]:
+    """Launches of one step, and the device time of its kernels by stage in ms."""
     launches, stages = 0, Counter[str]()
-    for event in profile.events():
+    for event in profiled(step, renew).events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             launches += 1
             stages[_stage(event.name)] += event.device_time / 1e3
     return launches, {name: stages[name] for name in (*STAGES, "other")}
-
-
-def kernel_table(step: Callable[[], Any], renew: Callable[[], None], most: int = 40) -> str:
-    """The kernels of one step that take the longest, with how often they ran."""
-    renew()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
-    table: str = profile.key_averages().table(sort_by="cuda_time_total", row_limit=most, max_name_column_width=60)
-    return table
 
 
 def _stage(kernel: str) -> str:

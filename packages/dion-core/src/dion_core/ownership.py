@@ -11,7 +11,7 @@ from dion_core.collectives import Group
 PARTS = 4
 """A bucket that holds more than this part of a rank's work is cut, so that its messages overlap with its work."""
 SMALLEST_PART = 2 * 5120**3
-"""Work of a rank (see `newton_schulz_cost`) below which a cut costs a GPU more in idle multiprocessors than it saves."""
+"""Work of a rank (see `newton_schulz_cost`) below which a cut costs a GPU more in idle processors than it saves."""
 
 
 def newton_schulz_cost(rows: int, columns: int) -> int:
