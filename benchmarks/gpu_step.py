@@ -5,7 +5,8 @@
 
 A case is INVENTORY:W:TRANSPORT. bf16 parameters, gradients and state, FSDP2 row shards, NorDion2, gradients renewed
 before every step. With --peer the public `dion` package runs in the same process on the same inventory, if it can be
-imported. --wire models a wire of so many GB/s; --trace writes a step of every case in the Chrome format. Results are kept as JSON under benchmarks/results/ with the machine named.
+imported. --wire models a wire of so many GB/s; --trace writes a step of every case in the Chrome format. Results are
+kept as JSON under benchmarks/results/ with the machine named.
 """
 
 from __future__ import annotations

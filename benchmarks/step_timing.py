@@ -17,7 +17,7 @@ STAGES = {
     "accumulate": ("_accumulate",),
     "select": ("_choose", "_local_choice", "sort", "radix", "_whole", "_count_"),
     "take": ("_take",),
-    "wire": ("multi_tensor_apply", "memcpy dtod", "nccl"),
+    "wire": ("multi_tensor_apply", "memcpy dtod", "nccl", "spin_kernel"),
     "Newton-Schulz": (
         "gemm",
         "nvjet",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ def train(model: Model, optimizer: NorDion2 | None, steps: int, tokens: int) -> 
         between.append(events[1])
         inside.append(events)
     torch.cuda.synchronize()
-    durations = [before.elapsed_time(after) for before, after in zip(between[3:], between[4:], strict=False)]
+    durations = [before.elapsed_time(after) for before, after in pairwise(between[3:])]
     return statistics.median(durations), statistics.median(a.elapsed_time(b) for a, b in inside[3:])
 
 
