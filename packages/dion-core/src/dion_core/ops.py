@@ -115,10 +115,18 @@ def update_(
     if _addressed(parameters) and _for_kernels(rows.values) and _for_kernels(row_scale):
         from dion_core.kernels import updating as kernels
 
-        update = kernels.update_
-    else:
-        update = definitions.update_
-    update(
+        kernels.update_(
+            parameters,
+            rows,
+            selection,
+            row_scale,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            active=active,
+            cautious=cautious,
+        )
+        return
+    definitions.update_(
         parameters,
         rows,
         selection,

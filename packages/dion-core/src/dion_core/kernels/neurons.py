@@ -38,7 +38,8 @@ def _sum_of_squares(row, step, ACCESS: tl.constexpr, COLUMNS: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=["row_stride", "row_step", "slot_stride", "count_stride", "slots"])
 def _sums_of_squares_kernel(
-    values, row_stride, row_step, ACCESS: tl.constexpr, slot, slot_stride, count, count_stride, sums, slots, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    values, row_stride, row_step, ACCESS: tl.constexpr, slot, slot_stride, count, count_stride, sums, slots,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One entry of the selection: the sum of squares of its row, or 0 past the count.
 
@@ -72,7 +73,8 @@ def sums_of_squares(rows: Rows, selection: RowSelection) -> Tensor:
 def _factors_kernel(
     values, row_stride, row_step, ROW_ACCESS: tl.constexpr, slot, slot_stride,
     moment, stride, index, index_stride, count, count_stride, beta2,
-    factor, message, num_matrices, slots, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    factor, message, num_matrices, slots,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One entry of the selection: second moment and factor of its row, and its two values in the message.
 
@@ -142,7 +144,8 @@ def _factors(
         _factors_kernel, num_matrices * max(slots, 1), device, *values,
         second_moment.addresses, second_moment.stride[0], *entries(selection.index),
         selection.count, selection.count.stride(0), on_device(beta2, device),
-        factor, message, num_matrices, slots, COLUMNS=columns, BLOCK=block, warps=row_block(columns)[1] if block else 1,
+        factor, message, num_matrices, slots,
+        COLUMNS=columns, BLOCK=block, warps=row_block(columns)[1] if block else 1,
     )  # fmt: skip
     return factor, message
 
@@ -197,7 +200,7 @@ def neuron_scale(factor: Tensor, gathered: Tensor, *, slots: Sequence[int], firs
     scale = torch.empty_like(factor)
     num_matrices, slots_here = factor.shape
     # The block decides the order of the sums: it may depend on the whole matrix alone, not on the ranks.
-    block = min(8192, triton.next_power_of_2(max(total, 256)))
+    block = min(4096, triton.next_power_of_2(max(total, 256)))
     launch(
         _scale_kernel, num_matrices, factor.device, factor, gathered, first_slot, first_slot.stride(0), scale,
         num_matrices, slots_here, sum(slots), total, RANKS=len(slots), BLOCK=block,

@@ -72,7 +72,8 @@ def _size(values):
 def _accumulate_kernel(
     momentum, stride, step, MOMENTUM: tl.constexpr, ACCESS: tl.constexpr,
     gradients, gradient_stride, gradient_step, GRADIENT: tl.constexpr, GRADIENT_ACCESS: tl.constexpr,
-    scores, left_out, proceed, num_rows, COLUMNS: tl.constexpr, MAXIMIZE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    scores, left_out, proceed, num_rows,
+    COLUMNS: tl.constexpr, MAXIMIZE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """One row: sum, test, score and store. A row of up to PIECES pieces is read once, a longer one (0) twice.
 
@@ -96,7 +97,7 @@ def _accumulate_kernel(
             _, total = _add(state, step, ACCESS, gradient, gradient_step, GRADIENT_ACCESS, column, column < COLUMNS,
                             given, MAXIMIZE)  # fmt: skip
             sums += _size(total)
-            totals = totals + (total,)  # noqa: RUF005 - Triton knows no starred tuple
+            totals = totals + (total,)  # type: ignore[assignment]  # noqa: RUF005 - Triton knows no starred tuple
     else:
         for first in range(0, COLUMNS, PIECE):
             column = first + lane
@@ -137,8 +138,8 @@ def accumulate_(
     piece, pieces, warps = row_pieces(columns)
     launch(
         _accumulate_kernel, len(momentum) * rows, device, *operand(momentum), *operand(gradients),
-        scores, left_out, proceed, rows, COLUMNS=columns,
-        MAXIMIZE=maximize, PIECE=piece, PIECES=pieces, warps=warps,
+        scores, left_out, proceed, rows,
+        COLUMNS=columns, MAXIMIZE=maximize, PIECE=piece, PIECES=pieces, warps=warps,
     )  # fmt: skip
     return scores
 
@@ -151,7 +152,8 @@ def _take_and_decay_kernel(
     momentum, stride, step, MOMENTUM: tl.constexpr, ACCESS: tl.constexpr,
     gradients, gradient_stride, gradient_step, GRADIENT: tl.constexpr, GRADIENT_ACCESS: tl.constexpr,
     values, row_stride, row_step, ROW_ACCESS: tl.constexpr,
-    index, index_stride, slot, slot_stride, count, count_stride, decay, slots, COLUMNS: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
+    index, index_stride, slot, slot_stride, count, count_stride, decay, slots,
+    COLUMNS: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One entry of the selection: its row goes to its slot and stays decayed. Entries past the count do nothing.
 
@@ -179,7 +181,7 @@ def _take_and_decay_kernel(
                 column = first + lane
                 place_of = gradient + offset(column, gradient_step, GRADIENT_ACCESS)
                 sums += _size(tl.load(place_of, mask=column < COLUMNS, other=0))
-            adds = tl.sum(sums) < float("inf")
+            adds = adds & (tl.sum(sums) < float("inf"))
     for first in range(0, COLUMNS, BLOCK):
         column = first + lane
         inside = column < COLUMNS
@@ -213,8 +215,8 @@ def take_and_decay_(
     launch(
         _take_and_decay_kernel, len(momentum) * slots, device, *operand(momentum), *operand(gradients),
         *buffer(rows.values), *entries(selection.index), *entries(rows.slot), selection.count,
-        selection.count.stride(0), on_device(decay, device), slots, COLUMNS=columns,
-        NESTEROV=nesterov, MAXIMIZE=maximize, BLOCK=block, warps=warps,
+        selection.count.stride(0), on_device(decay, device), slots,
+        COLUMNS=columns, NESTEROV=nesterov, MAXIMIZE=maximize, BLOCK=block, warps=warps,
     )  # fmt: skip
 
 

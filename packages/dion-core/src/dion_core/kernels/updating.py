@@ -63,7 +63,8 @@ def _place_kernel(
 def _update_kernel(
     parameters, stride, step, PARAMETER: tl.constexpr, ACCESS: tl.constexpr,
     values, row_stride, row_step, ROW_ACCESS: tl.constexpr,
-    place, factor, learning_rate, weight_decay, active, active_stride, num_rows, COLUMNS: tl.constexpr, CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr,
+    place, factor, learning_rate, weight_decay, active, active_stride, num_rows,
+    COLUMNS: tl.constexpr, CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row of a parameter: decayed, less its update if it has one. Rows to which nothing happens are not read.
 
@@ -121,6 +122,6 @@ def update_(
     block, warps = row_block(columns)
     launch(
         _update_kernel, num_matrices * num_rows, device, *operand(parameters), *buffer(rows.values),
-        place, factor, learning_rate, weight_decay, active, active.stride(0), num_rows, COLUMNS=columns,
-        CAUTIOUS=cautious, BLOCK=block, warps=warps,
+        place, factor, learning_rate, weight_decay, active, active.stride(0), num_rows,
+        COLUMNS=columns, CAUTIOUS=cautious, BLOCK=block, warps=warps,
     )  # fmt: skip
