@@ -7,7 +7,6 @@ Legend: N matrices, R rows of a whole matrix, K slots a matrix, W ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,10 +61,9 @@ class AllRows:
         return layout.shape[0]
 
     def select(self, scores: Tensor, tables: RowTables, active: Tensor) -> RowSelection:
-        num_matrices, rows = scores.shape
-        index = torch.arange(rows, device=scores.device).expand(num_matrices, rows)
         count_by_rank = tables.num_rows * active
-        return RowSelection.unranked(index, count_by_rank[tables.layout.group.rank], count_by_rank)
+        index, ratio, age = tables.every_row
+        return RowSelection(index, count_by_rank[tables.layout.group.rank], count_by_rank, ratio, age)
 
 
 @dataclass(frozen=True)
@@ -153,21 +151,21 @@ def _rows_before(tables: RowTables) -> Tensor:
     return rows.cumsum(1) - rows
 
 
-def whole_scores(local: Tensor, pieces: Sequence[Tensor], tables: RowTables) -> Tensor:
+def whole_scores(local: Tensor, gathered: Tensor, starts: tuple[int, ...], tables: RowTables) -> Tensor:
     """(N, R) scores of the whole matrices, bit-equal on all ranks.
 
     Args:
         local: (N, R local) scores of this rank, which are whole already where no axis is split.
-        pieces: by rank, its (N * R local,) scores as gathered; empty where no axis is split.
+        gathered: 1-D, the scores of all ranks; not looked at where no axis is split.
+        starts: by rank, where its (N, R local) scores begin in `gathered`.
         tables: where the rows lie.
     """
     layout = tables.layout
     num_matrices, rows = layout.num_matrices, layout.shape[0]
     if layout.axis is Axis.COLUMNS:  # a rank's score covers its columns only; summed in rank order
-        parts = torch.stack([piece.view(num_matrices, rows) for piece in pieces])
-        return torch.where((parts == SKIPPED_SCORE).any(dim=0), SKIPPED_SCORE, parts.sum(dim=0))
+        parts = torch.stack([gathered[start : start + local.numel()] for start in starts])
+        whole = torch.where((parts == SKIPPED_SCORE).any(dim=0), SKIPPED_SCORE, parts.sum(dim=0))
+        return whole.view(num_matrices, rows)
     if layout.axis is Axis.ROWS:
-        whole = local.new_empty(num_matrices * rows + 1)
-        whole.index_copy_(0, tables.gathered_position, torch.cat(list(pieces)))
-        return whole[:-1].view(num_matrices, rows)
+        return gathered.take(tables.place_in(starts))
     return local

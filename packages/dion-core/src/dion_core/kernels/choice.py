@@ -23,6 +23,8 @@ from dion_core.rows import SKIPPED_SCORE, RowSelection
 
 MOST_KEYS = 32768
 """Keys that one program keeps in registers; of more rows they are made anew from the scores each time."""
+KEYS_AT_A_TIME = 16384
+"""Of so many then: more of them and their count do not fit."""
 KEYS_A_WARP = 512
 CHUNK = 4096
 """Rows that are listed at a time: fewer than 2^15, since two counts of them share 32 bits."""
@@ -225,7 +227,9 @@ def _choose(
     ratio = torch.empty(shape, dtype=torch.float32 if local else scores.dtype, device=scores.device)
     count_by_rank = torch.empty(group.size, num_matrices, dtype=torch.int64, device=scores.device)
     split = tables.layout.axis is Axis.ROWS
-    block = min(max(triton.next_power_of_2(num_rows), 128), MOST_KEYS)
+    block = max(triton.next_power_of_2(num_rows), 128)
+    if block > MOST_KEYS:
+        block = KEYS_AT_A_TIME
     if num_matrices:
         _choose_kernel[(num_matrices,)](
             scores.contiguous(),
