@@ -234,6 +234,24 @@ def _operation(reduction: Reduction) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
 
 
+_stand_ins: dict[dist.ProcessGroup, Group] = {}
+
+
+def group_of(process_group: dist.ProcessGroup) -> Group:
+    """The ranks of a process group, which communicate through torch.distributed unless something stands in."""
+    return _stand_ins.get(process_group) or TorchGroup(process_group)
+
+
+@contextmanager
+def stand_in(process_group: dist.ProcessGroup, group: Group) -> Iterator[None]:
+    """Inside the block `group` communicates in place of the process group, in optimizers that are made there."""
+    _stand_ins[process_group] = group
+    try:
+        yield
+    finally:
+        del _stand_ins[process_group]
+
+
 @dataclass(frozen=True)
 class SoloGroup:
     """The `Group` of one process that communicates with nobody: results are copies of what was given."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import overload
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Matrices(Sequence[Tensor | None]):
+class Matrices(Sequence[Any]):
     """N tensors (R, C) of one dtype, device and pair of strides, or None where one is missing.
 
-    A sequence of its tensors, so that plain torch can go through them one by one.
+    A sequence of its tensors, so that plain torch can go through them one by one (typed `Any`, since a gradient
+    may be missing and a parameter not).
 
     Attributes:
         tensors: the N tensors.
@@ -30,6 +31,7 @@ class Matrices(Sequence[Tensor | None]):
         stride: elements from one row to the next, and from one column to the next.
         dtype: of the tensors.
         aligned: columns are adjacent, and every row of every tensor starts at a multiple of `ALIGNMENT` bytes.
+        starts: what `addresses` holds, on the host.
     """
 
     tensors: Sequence[Tensor | None]
@@ -38,15 +40,12 @@ class Matrices(Sequence[Tensor | None]):
     stride: tuple[int, int]
     dtype: torch.dtype
     aligned: bool
+    starts: Sequence[int]
 
-    @overload
-    def __getitem__(self, number: int) -> Tensor | None: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Tensor | None]: ...
-    def __getitem__(self, number: int | slice) -> Tensor | Sequence[Tensor | None] | None:
+    def __getitem__(self, number: int | slice) -> Any:
         return self.tensors[number]
 
-    def __iter__(self) -> Iterator[Tensor | None]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.tensors)
 
     def __len__(self) -> int:
@@ -65,18 +64,17 @@ def matrices(tensors: Sequence[Tensor | None], addresses: Tensor, like: Tensor) 
     alike = [_alike(tensor, first) for tensor in tensors]
     rows, columns = first.shape
     row_stride, column_stride = first.stride()
-    starts = [tensor.data_ptr() for tensor in alike if tensor is not None]
+    places = starts(alike)
     adjacent = column_stride == 1 and row_stride * first.itemsize % ALIGNMENT == 0
-    aligned = adjacent and all(start % ALIGNMENT == 0 for start in starts)
-    return Matrices(alike, addresses, (rows, columns), (row_stride, column_stride), first.dtype, aligned)
+    aligned = adjacent and all(place % ALIGNMENT == 0 for place in places)
+    return Matrices(alike, addresses, (rows, columns), (row_stride, column_stride), first.dtype, aligned, places)
 
 
 def stacked(tensors: Sequence[Tensor | None], like: Tensor | None = None) -> Matrices:
     """The tensors as one operand with addresses of its own, for a single call. Copies them to the device."""
     first = next(tensor for tensor in (*tensors, like) if tensor is not None)
     made = matrices(tensors, torch.empty(0, dtype=torch.int64, device=first.device), first)
-    addresses = torch.tensor(starts(made), dtype=torch.int64, device=first.device)
-    return Matrices(made.tensors, addresses, made.shape, made.stride, made.dtype, made.aligned)
+    return replace(made, addresses=torch.tensor(made.starts, dtype=torch.int64, device=first.device))
 
 
 def starts(tensors: Sequence[Tensor | None]) -> list[int]:

@@ -148,13 +148,24 @@ class Session:
     """How often every step waits for the device, for all buckets together."""
     host_waits: int = 0
     """How often so far a step had to wait for a copy to the host that is normally long done."""
+    sizes: int = 0
+    """Changes whenever message sizes change, which a captured step cannot follow."""
 
     def __init__(self, exchanges: Sequence[Exchange]) -> None:
         self.exchanges = exchanges
 
     def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
-        """Called once a step with the choice of every bucket, before anything is admitted."""
+        """Called once a step with the choice of every bucket, before anything is admitted.
+
+        A captured step replays what was launched here, without another call.
+        """
         return done(None)
+
+    def end(self) -> None:
+        """Called once a step after all of its work was launched, on the host alone: also after a replayed step.
+
+        What `begin` left on the device may be read here, if that does not wait.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on as if it had never stopped: plain data, alike on every rank."""
