@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dion_core import choice, compaction
 from dion_core.layout import RowTables
-from dion_core.rows import RowSelection
-from dion_core.rows import accumulate_, sums_of_squares, take_and_decay_, update_, update_second_moment_
+from dion_core.rows import RowSelection, accumulate_, sums_of_squares, take_and_decay_, update_, update_second_moment_
 
 __all__ = [
     "accumulate_",

@@ -108,7 +108,10 @@ def _ratio(key, threshold, DTYPE: tl.constexpr):
     """The score that a key stands for over the one of the threshold, correctly rounded; 0 for a score of 0 or less."""
     score = (tl.maximum(key, 2) - 2).to(DTYPE, bitcast=True)
     lowest = (tl.maximum(threshold, 2) - 2).to(DTYPE, bitcast=True)
-    ratio = score / lowest if DTYPE == tl.float64 else tl.div_rn(score, lowest + tl.zeros_like(score))
+    if score.dtype == tl.float32:
+        ratio = tl.div_rn(score, lowest + tl.zeros_like(score))  # a plain quotient would not be correctly rounded
+    else:
+        ratio = score / lowest
     return tl.where(key > 2, ratio, 0)
 
 
@@ -152,7 +155,7 @@ def _choose_kernel(
     CHUNK: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Chooses in matrix `program_id`; SPLIT says that other ranks hold other rows, LOCAL that they choose for themselves."""
+    """Chooses in matrix `program_id`; SPLIT: ranks hold different rows; LOCAL: each chooses alone."""
     matrix = tl.program_id(0)
     takes_part = tl.load(active + matrix) != 0
     scores += matrix.to(tl.int64) * num_rows

@@ -23,7 +23,16 @@ WORDS = 256
 """Words of each row that are under way at a time: with 128 threads, 8 accesses of 16 bytes a thread."""
 
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
-_NUMBERS = ["num_blocks", "num_senders", "num_counted", "num_built", "total", "row_units", "matrix_units", "place_units"]
+_NUMBERS = [
+    "num_blocks",
+    "num_senders",
+    "num_counted",
+    "num_built",
+    "total",
+    "row_units",
+    "matrix_units",
+    "place_units",
+]
 
 
 @triton.jit
@@ -71,9 +80,7 @@ def _move_kernel(
     """Moves rows between the buffer and one matrix; the latter's rows start `place_units` apart."""
     matrix = tl.program_id(0) // num_blocks
     place = (tl.program_id(0) % num_blocks) * ROWS + tl.arange(0, ROWS)
-    row, valid = _buffer_rows(
-        count, start, owned, matrix, place, num_senders, num_counted, num_built, OWNED, SENDERS
-    )
+    row, valid = _buffer_rows(count, start, owned, matrix, place, num_senders, num_counted, num_built, OWNED, SENDERS)
     row_words = row_units * UNIT
     rows = rows.to(tl.pointer_type(WORD))
     matrices = matrices.to(tl.pointer_type(WORD))
@@ -110,9 +117,7 @@ def spread(matrices: Tensor, count: Tensor, start: Tensor, num_rows: int, owned:
     return rows.flatten()
 
 
-def _move(
-    rows: Tensor, matrices: Tensor, count: Tensor, start: Tensor, owned: Tensor | None, *, collect: bool
-) -> None:
+def _move(rows: Tensor, matrices: Tensor, count: Tensor, start: Tensor, owned: Tensor | None, *, collect: bool) -> None:
     """Launches the kernel; (S, C) rows are contiguous, and so are the columns of (B, T, C) matrices."""
     num_matrices, total, columns = matrices.shape
     if not matrices.numel():
