@@ -1,7 +1,7 @@
 """The operations of a step on the device where its rows are: Triton kernels on CUDA, the definitions elsewhere.
 
-The definitions in plain torch are in `rows`, `neurons` and `compaction`, the kernels under the same names in
-`kernels`. The kernels serve fp32, bf16 and fp16, and matrices whose addresses are on the device (`Matrices`);
+The definitions in plain torch are in `rows`, `neurons`, `choice` and `compaction`, the kernels under the same names
+in `kernels`. The kernels serve fp32, bf16 and fp16, and matrices whose addresses are on the device (`Matrices`);
 everything else goes to the definitions.
 
 Legend: N matrices of a bucket, R local rows, C local columns, K slots a matrix, W ranks.
@@ -17,14 +17,16 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from dion_core import neurons
+from dion_core import choice, compaction, neurons
 from dion_core import rows as definitions
-from dion_core.compaction import collect, spread
+from dion_core.layout import RowTables
 from dion_core.matrices import Matrices
 from dion_core.rows import Rows, RowSelection
 
 __all__ = [
     "accumulate_",
+    "choose",
+    "choose_local",
     "collect",
     "neuron_factors_",
     "neuron_factors_of_rows_",
@@ -176,3 +178,39 @@ def neuron_scale(factor: Tensor, gathered: Tensor, *, slots: Sequence[int], firs
 
         return kernels.neuron_scale(factor, gathered, slots=slots, first_slot=first_slot, total=total)
     return neurons.neuron_scale(factor, gathered, slots=slots, first_slot=first_slot, total=total)
+
+
+def choose(scores: Tensor, tables: RowTables, active: Tensor, *, total: int, offer: int) -> RowSelection:
+    """The `total` best rows of each matrix by (N, R) scores: see `choice.choose`."""
+    if scores.dtype == torch.float32 and _for_kernels(scores):
+        from dion_core.kernels import choice as kernels
+
+        return kernels.choose(scores, tables, active, total=total, offer=offer)
+    return choice.choose(scores, tables, active, total=total, offer=offer)
+
+
+def choose_local(scores: Tensor, tables: RowTables, active: Tensor, *, share: int) -> RowSelection:
+    """The `share` best rows of each shard by (N, R local) scores: see `choice.choose_local`."""
+    if scores.dtype == torch.float32 and _for_kernels(scores):
+        from dion_core.kernels import choice as kernels
+
+        return kernels.choose_local(scores, tables, active, share=share)
+    return choice.choose_local(scores, tables, active, share=share)
+
+
+def collect(rows: Tensor, count: Tensor, start: Tensor, total: int, owned: Tensor | None = None) -> Tensor:
+    """(B, T, C) matrices of (S, C) rows: see `compaction.collect`."""
+    if rows.is_cuda and has_triton():
+        from dion_core.kernels import compaction as kernels
+
+        return kernels.collect(rows, count, start, total, owned)
+    return compaction.collect(rows, count, start, total, owned)
+
+
+def spread(matrices: Tensor, count: Tensor, start: Tensor, num_rows: int, owned: Tensor | None = None) -> Tensor:
+    """Flat (num_rows * C,) rows of (B, T, C) matrices: see `compaction.spread`."""
+    if matrices.is_cuda and has_triton():
+        from dion_core.kernels import compaction as kernels
+
+        return kernels.spread(matrices, count, start, num_rows, owned)
+    return compaction.spread(matrices, count, start, num_rows, owned)

@@ -136,16 +136,13 @@ class RowAssembly:
     plan: SlotPlan
 
     def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
-        return collect(received.view(-1, self.plan.bucket.shape[1]), *self._slots(count_by_rank))
+        plan = self.plan
+        rows = received.view(-1, plan.bucket.shape[1])
+        return collect(rows, count_by_rank, plan.start, plan.bucket.total_rows, plan.owned_index)
 
     def disassemble(self, matrices: Tensor, count_by_rank: Tensor) -> Tensor:
         num_rows = sum(self.plan.elements_received) // self.plan.bucket.shape[1]
-        count, start, _ = self._slots(count_by_rank)
-        return spread(matrices, count, start, num_rows)
-
-    def _slots(self, count_by_rank: Tensor) -> tuple[Tensor, Tensor, int]:
-        owned = count_by_rank.index_select(1, self.plan.owned_index)
-        return owned, self.plan.start, self.plan.bucket.total_rows
+        return spread(matrices, count_by_rank, self.plan.start, num_rows, self.plan.owned_index)
 
 
 @dataclass(frozen=True)

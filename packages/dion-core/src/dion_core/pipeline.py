@@ -8,6 +8,7 @@ under way while another computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -99,18 +100,21 @@ def _gather_scores(buckets: Sequence[MatrixBucket], scores: Sequence[Tensor]) ->
     known = list(scores)
     pending = []
     for (group, _), numbers in messages.items():
+        tensors = [scores[n].flatten() for n in numbers]
+        message = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
         lengths = [
             [buckets[n].bucket.num_matrices * buckets[n].bucket.layout.max_rows(rank) for n in numbers]
             for rank in range(group.size)
         ]
-        message = torch.cat([scores[n].flatten() for n in numbers])
-        outputs = [message.new_empty(sum(of_rank)) for of_rank in lengths]
-        pending.append((group.named("row scores").all_gather(outputs, message), numbers, outputs, lengths))
-    for handle, numbers, outputs, lengths in pending:
+        gathered = message.new_empty(sum(map(sum, lengths)))
+        outputs = split(gathered, [sum(of_rank) for of_rank in lengths])
+        starts = list(accumulate([length for of_rank in lengths for length in of_rank], initial=0))
+        pending.append((group.named("row scores").all_gather(outputs, message), numbers, gathered, starts))
+    for handle, numbers, gathered, starts in pending:
         handle.wait()
-        by_rank = [split(output, of_rank) for output, of_rank in zip(outputs, lengths, strict=True)]
         for place, n in enumerate(numbers):
-            known[n] = whole_scores(scores[n], [pieces[place] for pieces in by_rank], buckets[n].tables)
+            of_bucket = tuple(starts[place : -1 : len(numbers)])
+            known[n] = whole_scores(scores[n], gathered, of_bucket, buckets[n].tables)
     return known
 
 
