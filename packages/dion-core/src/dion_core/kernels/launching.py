@@ -87,12 +87,45 @@ def on_device(value: float | Tensor, device: torch.device) -> Tensor:
 def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int, **constants: Any) -> None:
     """Starts `programs` programs of the kernel (perhaps none) on the device's current stream.
 
+    Triton works out anew at every call what its arguments have in common with those of earlier calls, which takes
+    longer than most launches here may. So what was compiled is kept by that which the compiler is told of them.
     Products and sums are not contracted, so that results are those of the definitions, bit for bit.
+
+    Args:
+        kernel: a `triton.jit` function whose compile-time constants come last.
+        programs: how many.
+        device: of all tensors.
+        arguments: that are not compile-time constants, in order.
+        warps: of one program.
+        constants: compile-time constants.
     """
     if programs == 0:
         return
     with _current(device):
-        kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+        if not isinstance(kernel, triton.JITFunction):  # the interpreter
+            kernel[(programs,)](*arguments, **constants, num_warps=warps)
+            return
+        key = (id(kernel), device.index, warps, *constants.values(), *map(_told, arguments))
+        known = _compiled.get(key)
+        if known is None:
+            compiled = kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+            _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        else:
+            compiled, in_order = known
+            compiled[(programs, 1, 1)](*arguments, *in_order)
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+"""Kernels by what they were compiled for, with their constants in the order of their parameters."""
+
+
+def _told(argument: Any) -> Any:
+    """What the compiler is told of an argument: its type, and whether it (or its address) is 1 or a multiple of 16."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+    return type(argument)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
