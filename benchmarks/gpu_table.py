@@ -24,10 +24,10 @@ def tables(results: list[dict[str, Any]]) -> str:
     for result in results:
         best = result["ceilings"]
         lines += [
-            f"{result['machine']}, torch {result['torch']}, {result['date'][:10]}; measured in the same run: device copy "
-            f"{best['copy'] / 1e12:.2f} TB/s, bf16 product {best['product'] / 1e12:.0f} TFLOP/s.",
+            f"{result['machine']}, torch {result['torch']}, {result['date'][:10]}; measured in the same run: device "
+            f"copy {best['copy'] / 1e12:.2f} TB/s, bf16 product {best['product'] / 1e12:.0f} TFLOP/s.",
             "",
-            "| inventory:W:transport | isolated ms | hidden ms | host ms | extra peak MiB | first 3 steps s | launches |",
+            "| inventory:W:transport | isolated ms | hidden ms | host ms | peak MiB | first 3 steps s | launches |",
             "|---|---|---|---|---|---|---|",
             *(_step(row) for row in result["rows"]),
             "",

@@ -112,6 +112,7 @@ def update_(
     weight_decay: float | Tensor,
     active: Tensor,
     cautious: bool,
+    scale: float = 1.0,
 ) -> None:
     """`rows.update_`: decays the parameters and subtracts the chosen rows."""
     if _addressed(parameters) and _for_kernels(rows.values) and _for_kernels(row_scale):
@@ -126,6 +127,7 @@ def update_(
             weight_decay=weight_decay,
             active=active,
             cautious=cautious,
+            scale=scale,
         )
         return
     definitions.update_(
@@ -137,6 +139,7 @@ def update_(
         weight_decay=weight_decay,
         active=active,
         cautious=cautious,
+        scale=scale,
     )
 
 
