@@ -27,7 +27,7 @@ from dion_core.steps import Steps, done
 from dion_core.transport import Bucket, Exchange, Scope, Session, Traffic, Transport
 
 DELAY = 8
-"""Steps between the copy of the counts and their use, when the copy is normally long done."""
+"""Steps from those that were counted to the first that uses the counts, when their copy is normally long done."""
 
 
 class PooledExchange(Exchange):
@@ -131,6 +131,7 @@ class CappedSession(Session):
         self._stretched = False
         self.host_reads = 1 if options.on_overflow == "varlen" and self._pooled else 0
         self._copies: deque[_Copy] = deque()
+        self._needed: Tensor | None = None
         if options.capacity != "learned":
             self._apply(self._budgets)
 
@@ -145,10 +146,20 @@ class CappedSession(Session):
             if self._stretched:
                 self._apply(self._budgets)
             if self._options.capacity == "learned":
-                self._learn(needed)
+                self._count(needed)
             if self._options.on_overflow == "varlen":
                 self._stretch(needed.tolist())
         return done(None)
+
+    def end(self) -> None:
+        if self._needed is None:
+            return
+        self._copies.append(_Copy(self._needed))
+        if len(self._copies) == DELAY:
+            copy = self._copies.popleft()
+            self.host_waits += not copy.arrived
+            if self._learned.observe(copy.values()):
+                self._apply(self._learned.budgets)
 
     def state_dict(self) -> dict[str, Any]:
         """The learned budgets and the counts that are still to be used. Waits for the device."""
@@ -167,17 +178,12 @@ class CappedSession(Session):
         if self._learned.started:
             self._apply(self._learned.budgets)
 
-    def _learn(self, needed: Tensor) -> None:
-        if not self._learned.started:  # the first step that was not skipped: the one host read
-            if self._learned.observe(needed.cpu()):
-                self._apply(self._learned.budgets)
-            return
-        self._copies.append(_Copy(needed))
-        if len(self._copies) > DELAY:
-            copy = self._copies.popleft()
-            self.host_waits += not copy.arrived
-            if self._learned.observe(copy.values()):
-                self._apply(self._learned.budgets)
+    def _count(self, needed: Tensor) -> None:
+        """Keeps the counts of this step for `end`, or sets the first budgets by them."""
+        if self._learned.started:
+            self._needed = needed  # a replayed step writes to the same tensor
+        elif self._learned.observe(needed.cpu()):  # the first step that was not skipped: the one host read
+            self._apply(self._learned.budgets)
 
     def _stretch(self, needed: Sequence[int]) -> None:
         """Lengthens the messages of this one step where the budgets are too low, so that nothing is deferred."""
@@ -198,6 +204,7 @@ class CappedSession(Session):
         return fixed_budgets(exchange.bucket, pinned)
 
     def _apply(self, of_all: Sequence[int]) -> None:
+        self.sizes += 1
         budgets = list(of_all)
         for exchange in self._pooled:
             size = exchange.bucket.group.size

@@ -70,6 +70,11 @@ def matrices(tensors: Sequence[Tensor | None], addresses: Tensor, like: Tensor) 
     return Matrices(alike, addresses, (rows, columns), (row_stride, column_stride), first.dtype, aligned, places)
 
 
+def alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors have one dtype and one pair of strides."""
+    return len({(tensor.dtype, tensor.stride()) for tensor in tensors}) <= 1
+
+
 def stacked(tensors: Sequence[Tensor | None], like: Tensor | None = None) -> Matrices:
     """The tensors as one operand with addresses of its own, for a single call. Copies them to the device."""
     first = next(tensor for tensor in (*tensors, like) if tensor is not None)

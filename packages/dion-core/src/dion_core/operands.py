@@ -6,6 +6,7 @@ rewrites by one pinned copy a step. A captured step therefore follows new gradie
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 
 from dion_core.buckets import MatrixBucket, Member
-from dion_core.matrices import DeviceNumbers, Matrices, matrices, starts
+from dion_core.matrices import DeviceNumbers, Matrices, alike, matrices, starts
 from dion_core.placements import local_part
 from dion_core.state import WAITED
+
+logger = logging.getLogger("dion_core")
 
 State = Mapping[Tensor, Mapping[str, Any]]
 Gradients = Sequence[Tensor | None]
@@ -117,7 +120,7 @@ class _DeviceTable:
         self._places = [places[start : start + len(ROLES)] for start in range(0, len(places), len(ROLES))]
         scalars = self._values.floats.unbind()
         self._scalars = [scalars[start : start + len(SCALARS)] for start in range(0, len(scalars), len(SCALARS))]
-        self._known: list[dict[str, Matrices]] = [{} for _ in buckets]
+        self._known: list[dict[str, Sequence[Any]]] = [{} for _ in buckets]
 
     def of_step(self, given: Sequence[Operands]) -> list[Operands]:
         made: list[Operands] = []
@@ -127,9 +130,10 @@ class _DeviceTable:
             for role, place in zip(ROLES, places, strict=True):
                 tensors = getattr(operands, role)
                 # Only what lies elsewhere than before is looked at again, and gradients, which are new in every step.
-                if role == "gradients" or role not in known or known[role].starts != starts(tensors):
-                    known[role] = matrices(tensors, place, operands.momentum[0])
-                addresses += known[role].starts or [0] * len(place)
+                before = known.get(role)
+                if role == "gradients" or not isinstance(before, Matrices) or before.starts != starts(tensors):
+                    known[role] = before = _on_device(role, tensors, place, operands.momentum[0])
+                addresses += before.starts if isinstance(before, Matrices) and before.starts else [0] * len(place)
             values += [_host_value(value) for value in operands.scalars.values()]
             made.append(Operands(**known, scalars=dict(zip(SCALARS, scalars, strict=True))))
         self._values.write(addresses, values)
@@ -150,6 +154,14 @@ def _operands(bucket: MatrixBucket, state: State, gradients: Gradients) -> Opera
         waited=[local_part(each[WAITED]) for each in states] if bucket.may_defer else [],
         scalars={name: bucket.options.get(name, 0.0) for name in SCALARS},
     )
+
+
+def _on_device(role: str, tensors: Sequence[Any], place: Tensor, like: Tensor) -> Sequence[Any]:
+    """The tensors by address, or as they are where no kernel can go through them and they must not be copied."""
+    if role != "gradients" and not alike(tensors):
+        logger.info("%s of one bucket differ in strides and are handled one by one", role)
+        return tensors
+    return matrices(tensors, place, like)
 
 
 def _host_value(value: float | Tensor) -> float:

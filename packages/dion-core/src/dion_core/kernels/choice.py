@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dion_core.kernels.launching import launch
 from dion_core.layout import Axis, RowTables
 from dion_core.rows import SKIPPED_SCORE, RowSelection
 
@@ -259,30 +260,32 @@ def _choose(
     block = max(triton.next_power_of_2(num_rows), 128)
     if block > MOST_KEYS:
         block = KEYS_AT_A_TIME
-    if num_matrices:
-        _choose_kernel[(num_matrices,)](
-            scores.contiguous(),
-            active.contiguous(),
-            tables.rank_of_row if split and not local else index,
-            tables.num_rows,
-            index,
-            count_by_rank,
-            ratio,
-            age,
-            num_matrices,
-            group.size,
-            group.rank,
-            num_rows,
-            total,
-            num_slots,
-            LOCAL=local,
-            SPLIT=split,
-            BITS=8 * scores.itemsize - 1,
-            DIGIT=DIGIT,
-            WHOLE=num_rows <= block,
-            BLOCK=block,
-            CHUNK=min(block, CHUNK),
-            RANKS=triton.next_power_of_2(group.size + 1),
-            num_warps=min(max(block // KEYS_A_WARP, 4), 32),
-        )
+    launch(
+        _choose_kernel,
+        num_matrices,
+        scores.device,
+        scores.contiguous(),
+        active.contiguous(),
+        tables.rank_of_row if split and not local else index,
+        tables.num_rows,
+        index,
+        count_by_rank,
+        ratio,
+        age,
+        num_matrices,
+        group.size,
+        group.rank,
+        num_rows,
+        total,
+        num_slots,
+        warps=min(max(block // KEYS_A_WARP, 4), 32),
+        LOCAL=local,
+        SPLIT=split,
+        BITS=8 * scores.itemsize - 1,
+        DIGIT=DIGIT,
+        WHOLE=num_rows <= block,
+        BLOCK=block,
+        CHUNK=min(block, CHUNK),
+        RANKS=triton.next_power_of_2(group.size + 1),
+    )
     return RowSelection(index, count_by_rank[group.rank], count_by_rank, ratio, age)

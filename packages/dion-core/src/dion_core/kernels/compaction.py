@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dion_core.kernels.launching import launch
 from dion_core.matrices import ALIGNMENT
 
 ROWS = 8
@@ -127,7 +128,10 @@ def _move(rows: Tensor, matrices: Tensor, count: Tensor, start: Tensor, owned: T
     strides = [columns * size, matrices.stride(0) * size, matrices.stride(1) * size]
     unit_bytes = math.gcd(ALIGNMENT, *strides, rows.data_ptr(), matrices.data_ptr())
     num_blocks = triton.cdiv(total, ROWS)
-    _move_kernel[(num_matrices * num_blocks,)](
+    launch(
+        _move_kernel,
+        num_matrices * num_blocks,
+        rows.device,
         rows,
         matrices,
         count,
@@ -139,6 +143,7 @@ def _move(rows: Tensor, matrices: Tensor, count: Tensor, start: Tensor, owned: T
         num_matrices,
         total,
         *(stride // unit_bytes for stride in strides),
+        warps=4,
         COLLECT=collect,
         OWNED=owned is not None,
         SENDERS=triton.next_power_of_2(len(count)),
