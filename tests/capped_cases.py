@@ -84,19 +84,21 @@ def plan_of(bucket: Bucket, seed: int, *, always_pack: bool) -> PoolPlan:
     return PoolPlan(bucket, budgets.tolist(), always_pack)
 
 
-def check_reserve(bucket: Bucket, selection: RowSelection, plan: PoolPlan) -> Tensor:
-    """The kernel gives the slots of the definition and writes the same headers, and nothing else."""
+def check_sending(bucket: Bucket, selection: RowSelection, plan: PoolPlan) -> Tensor:
+    """The kernels give the slots of the definition and write the same headers, and nothing else. Returns the buffer."""
     from dion_comm_capped.kernels import places as kernels
 
     tables, (to_owners, _) = PoolTables.of(bucket), plan.chunks()
-    returned = sum(plan.back_rows[0])
-    values = torch.full((sum(plan.forward_rows[0]) + 1, bucket.shape[1]), 7.0, dtype=bucket.dtype)
-    there = values.to(device())
-    expected = places.reserve_(values, selection, tables, to_owners, returned_rows=returned)
-    got = kernels.reserve_(there, moved(selection), moved(tables), moved(to_owners), returned_rows=returned)
-    for one, other in zip(got, expected, strict=True):
+    there = moved(selection), moved(tables), moved(to_owners)
+    rows = {"sent_rows": sum(plan.forward_rows[0]), "returned_rows": sum(plan.back_rows[0])}
+    expected = places.slots(selection, tables, to_owners, **rows)
+    for one, other in zip(kernels.slots(*there, **rows), expected, strict=True):
         assert_same(one, other)
-    sent = [each[:-1].contiguous().view(torch.uint8).cpu() for each in (there, values)]
+    values = torch.full((rows["sent_rows"] + 1, bucket.shape[1]), 7.0, dtype=bucket.dtype)
+    headed = values.to(device())
+    places.write_headers_(values, selection.count, tables, to_owners)
+    kernels.write_headers_(headed, there[0].count, *there[1:])
+    sent = [each[:-1].contiguous().view(torch.uint8).cpu() for each in (headed, values)]
     assert torch.equal(*sent)
     return values
 

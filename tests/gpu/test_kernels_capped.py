@@ -10,7 +10,7 @@ from tests.capped_cases import (
     check_admit,
     check_by_pair,
     check_read_headers,
-    check_reserve,
+    check_sending,
     check_waiting,
     plan_of,
     random_selection,
@@ -35,7 +35,7 @@ def test_all_at_the_sizes_of_models(matrices: int, rows: int, size: int) -> None
         rows_of_pools = [int(selection.count[torch.tensor(owners) == owner].sum()) for owner in range(size)]
         for part in (0.5, 0.99, 1.0):
             admitted = check_admit(bucket, selection, [int(part * of_pool) for of_pool in rows_of_pools], 8)
-        check_reserve(bucket, admitted, plan)
+        check_sending(bucket, admitted, plan)
         arrived = torch.randint(0, 3, (sum(plan.forward_rows[1]) * 17 + 4,)).to(torch.int16).view(torch.bfloat16)
         check_read_headers(bucket, selection, plan, arrived)
         check_by_pair([(bucket, selection)])

@@ -16,7 +16,7 @@ from tests.capped_cases import (
     check_admit,
     check_by_pair,
     check_read_headers,
-    check_reserve,
+    check_sending,
     check_waiting,
     device,
     plan_of,
@@ -35,6 +35,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (kernels, places, deferral):
         monkeypatch.setattr(module, "BLOCK", 4)
     monkeypatch.setattr(places, "TILE", 8)
+    monkeypatch.setattr(places, "MATRICES", 4)
 
 
 def bucket_of(
@@ -87,7 +88,7 @@ def test_slots_and_headers(columns: int, dtype: torch.dtype, always_pack: bool) 
     packed = {plan.packed(1, owner) for owner in range(4)}
     assert packed == {True, False}  # also with `always_pack`, where no matrix is owned
     selection = random_selection(bucket, columns, share=0.5)
-    check_reserve(bucket, selection, plan)
+    check_sending(bucket, selection, plan)
 
 
 @pytest.mark.parametrize("always_pack", [False, True])
@@ -112,7 +113,7 @@ def test_what_is_written_is_read() -> None:
     bucket = capped_bucket([0] * 7, 24, rank=0, size=1, columns=3, dtype=torch.bfloat16)
     selection = random_selection(bucket, 1)
     plan = PoolPlan(bucket, [[1000]], True)
-    sent = check_reserve(bucket, selection, plan)[:-1].flatten()
+    sent = check_sending(bucket, selection, plan)[:-1].flatten()
     arrived = torch.cat([sent, sent.new_zeros(4)])
     assert check_read_headers(bucket, selection, plan, arrived).tolist() == [selection.count.tolist()]
 
@@ -156,7 +157,7 @@ def test_no_matrices_and_none_owned() -> None:
     check_admit(bucket, selection, [3, 3, 3, 3], 8)
     check_by_pair([(bucket, selection)])
     plan = plan_of(bucket, 0, always_pack=True)
-    check_reserve(bucket, selection, plan)
+    check_sending(bucket, selection, plan)
     assert check_read_headers(bucket, selection, plan, torch.zeros(4)).shape == (4, 0)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dion_comm_capped import Capped
 from dion_comm_capped.capped import PooledExchange
-from dion_comm_capped.places import read_headers
+from dion_comm_capped.places import read_headers, write_headers_
 from dion_core.collectives import SoloGroup
 from dion_core.layout import Axis, split_layout
 from dion_core.rows import RowSelection
@@ -29,9 +29,10 @@ def selection(counts: list[int]) -> RowSelection:
 
 def read(packed: PooledExchange, chosen: RowSelection, known: Tensor) -> tuple[Tensor, Tensor]:
     """What the only rank reads of the headers that it wrote for a choice: counts, and where rows start."""
-    arrived = packed.reserve(chosen).values.flatten()
-    _, chunks = packed.plan.chunks()
-    count, start, _ = read_headers(arrived, known, packed.tables, chunks, max_rows=ROWS, total_rows=ROWS)
+    arrived = packed.reserve(chosen).values
+    to_owner, chunks = packed.plan.chunks()
+    write_headers_(arrived, chosen.count, packed.tables, to_owner)
+    count, start, _ = read_headers(arrived.flatten(), known, packed.tables, chunks, max_rows=ROWS, total_rows=ROWS)
     return count, start
 
 

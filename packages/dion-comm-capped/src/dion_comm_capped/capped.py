@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dion_comm_capped.budgets import LearnedBudgets, fixed_budgets
-from dion_comm_capped.ops import admit, read_headers, reserve_, rows_by_pair
+from dion_comm_capped.ops import admit, read_headers, rows_by_pair, slots, write_headers_
 from dion_comm_capped.pool import COUNT_BYTES, Budgets, PoolPlan, PoolTables
 from dion_core.layout import Axis
 from dion_core.newton_schulz import Orthogonalizer
@@ -32,7 +32,7 @@ DELAY = 8
 
 @dataclass(frozen=True)
 class PooledRows(Rows):
-    """Rows in the send buffer, whose headers are written.
+    """Rows in the send buffer.
 
     Attributes:
         back: (N, K) int64, the row of each entry among those that come back.
@@ -60,15 +60,16 @@ class PooledExchange(Exchange):
         return admit(selection, self.tables, self._to_owners, max_wait=self._options.max_wait)
 
     def reserve(self, selection: RowSelection) -> Rows:
-        bucket, (sent, _), (returned, _) = self.bucket, self.plan.forward_rows, self.plan.back_rows
+        bucket, sent, returned = self.bucket, sum(self.plan.forward_rows[0]), sum(self.plan.back_rows[0])
+        slot, back = slots(selection, self.tables, self._to_owners, sent_rows=sent, returned_rows=returned)
         # One row more than is sent takes what is not admitted.
-        values = torch.empty(sum(sent) + 1, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
-        slot, back = reserve_(values, selection, self.tables, self._to_owners, returned_rows=sum(returned))
+        values = torch.empty(sent + 1, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
         return PooledRows(values, slot, back)
 
     def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
         assert isinstance(rows, PooledRows)
         bucket, group, columns = self.bucket, self.bucket.group, self.bucket.shape[1]
+        write_headers_(rows.values, selection.count, self.tables, self._to_owners)
         sent, received = ([size * columns for size in sizes] for sizes in self.plan.forward_rows)
         # A few elements more, so that a count is read even where no pair has a header.
         arrived = rows.values.new_empty(sum(received) + COUNT_BYTES)

@@ -28,15 +28,26 @@ def admit(selection: RowSelection, tables: PoolTables, chunks: Chunks, *, max_wa
     return admission.admit(selection, tables, chunks, max_wait=max_wait)
 
 
-def reserve_(
-    values: Tensor, selection: RowSelection, tables: PoolTables, chunks: Chunks, *, returned_rows: int
+def slots(
+    selection: RowSelection, tables: PoolTables, chunks: Chunks, *, sent_rows: int, returned_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """(N, K) slots on both ways, the headers being written: see `places.reserve_`."""
+    """(N, K) slots on both ways: see `places.slots`."""
+    rows = {"sent_rows": sent_rows, "returned_rows": returned_rows}
+    if _on_device(selection.index):
+        from dion_comm_capped.kernels import places as kernels
+
+        return kernels.slots(selection, tables, chunks, **rows)
+    return places.slots(selection, tables, chunks, **rows)
+
+
+def write_headers_(values: Tensor, count: Tensor, tables: PoolTables, chunks: Chunks) -> None:
+    """Writes the counts in front of the rows: see `places.write_headers_`."""
     if _on_device(values):
         from dion_comm_capped.kernels import places as kernels
 
-        return kernels.reserve_(values, selection, tables, chunks, returned_rows=returned_rows)
-    return places.reserve_(values, selection, tables, chunks, returned_rows=returned_rows)
+        kernels.write_headers_(values, count, tables, chunks)
+        return
+    places.write_headers_(values, count, tables, chunks)
 
 
 def read_headers(

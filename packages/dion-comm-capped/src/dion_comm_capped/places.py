@@ -14,19 +14,17 @@ from dion_comm_capped.pool import COUNT_BYTES, Chunks, PoolTables
 from dion_core.rows import RowSelection
 
 
-def reserve_(
-    values: Tensor, selection: RowSelection, tables: PoolTables, chunks: Chunks, *, returned_rows: int
+def slots(
+    selection: RowSelection, tables: PoolTables, chunks: Chunks, *, sent_rows: int, returned_rows: int
 ) -> tuple[Tensor, Tensor]:
     """(N, K) int64 rows of the send buffer for the entries of the selection, and (N, K) rows where results come back.
 
-    Also writes the counts into the headers, bit-cast; bytes are copied, so that no value can become a NaN.
-
     Args:
-        values: (S, C) the send buffer, with one row more than is sent; entries that are not admitted go there.
         selection: the rows admitted.
         tables: of the bucket.
         chunks: to every owner.
-        returned_rows: rows that come back; entries that are not admitted are past them.
+        sent_rows: rows that are sent; entries that are not admitted are past them.
+        returned_rows: rows that come back; likewise.
     """
     size, owner, count = len(chunks.capacity), tables.owner[:, None], selection.count
     used = torch.where(chunks.packed[tables.owner], count, tables.offered)
@@ -34,13 +32,20 @@ def reserve_(
     offset = (by_owner.cumsum(0) - by_owner).gather(1, owner)
     place = offset + torch.arange(selection.index.shape[1], device=count.device)
     valid = selection.valid()
-    slot = torch.where(valid, chunks.forward_first[owner] + place, len(values) - 1)
+    slot = torch.where(valid, chunks.forward_first[owner] + place, sent_rows)
     back = torch.where(valid, chunks.back_first[owner] + place, returned_rows)
-    _write_header(values, count, tables, chunks)
     return slot, back
 
 
-def _write_header(values: Tensor, count: Tensor, tables: PoolTables, chunks: Chunks) -> None:
+def write_headers_(values: Tensor, count: Tensor, tables: PoolTables, chunks: Chunks) -> None:
+    """Writes the counts in front of the rows, bit-cast; bytes are copied, so that no value can become a NaN.
+
+    Args:
+        values: (S, C) the send buffer, with one row more than is sent, in which anything may be written.
+        count: (N,) int64, the rows admitted of every matrix.
+        tables: of the bucket.
+        chunks: to every owner.
+    """
     counts = count.to(torch.int32).view(torch.uint8).view(-1, COUNT_BYTES)
     # Where a pair is not packed there is no header: its count goes to the row that is not sent.
     spare = values.numel() * values.element_size() - COUNT_BYTES

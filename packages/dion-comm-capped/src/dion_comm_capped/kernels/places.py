@@ -1,4 +1,4 @@
-"""`reserve_` and `read_headers` in one launch each, and `rows_by_pair` in one a bucket.
+"""`slots`, `write_headers_` and `read_headers` in one launch each, and `rows_by_pair` in one a bucket.
 
 Legend: N matrices, B owned matrices, K slots a matrix, W ranks.
 """
@@ -18,6 +18,8 @@ from dion_core.rows import RowSelection
 
 BLOCK = 1024
 """Slots or matrices that one program handles at a time."""
+MATRICES = 32
+"""Matrices whose counts one program writes."""
 TILE = 2048
 """Counts by rank and matrix that one program holds at a time."""
 
@@ -37,57 +39,69 @@ def _rows_before(count, offered, members, number, packed, BLOCK: tl.constexpr):
     return before
 
 
-@triton.jit(do_not_specialize=["num_slots", "spare_row", "returned_rows"])
-def _reserve_kernel(
-    values, count, owner, number, offered, order, pool_start, forward_first, back_first, header_first, slot, back,
-    num_slots, spare_row, returned_rows, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["num_slots", "sent_rows", "returned_rows"])
+def _slots_kernel(
+    count, owner, number, offered, order, pool_start, forward_first, back_first, header_first, slot, back,
+    num_slots, sent_rows, returned_rows, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One matrix: its slots on both ways, and its count in the header.
+    """One matrix: its slots on both ways.
 
     Example: the second matrix of a packed pool whose first one has 3 rows, with 2 rows in 3 slots; chunks start at rows
-    10 and 20, of 40 that are sent and 30 that come back: slots 13 14 40 and 23 24 30, and the count is bytes 4 to 7 of
-    the header.
+    10 and 20, of 40 that are sent and 30 that come back: slots 13 14 40, and 23 24 30 on the way back.
     """
     matrix = tl.program_id(0).to(tl.int64)
     pool, place = tl.load(owner + matrix), tl.load(number + matrix).to(tl.int32)
-    header = tl.load(header_first + pool)
-    packed = header >= 0
+    packed = tl.load(header_first + pool) >= 0
     before = _rows_before(count, offered, order + tl.load(pool_start + pool), place, packed, BLOCK)
     forward, backward = tl.load(forward_first + pool) + before, tl.load(back_first + pool) + before
-    used = tl.load(count + matrix).to(tl.int32)
-    byte = tl.arange(0, _COUNT_BYTES)
-    in_header = values.to(tl.pointer_type(tl.uint8)) + header + place * _COUNT_BYTES + byte
-    tl.store(in_header, ((used >> (8 * byte)) & 0xFF).to(tl.uint8), mask=packed & (byte >= 0))
-    start = 0
+    used, first, start = tl.load(count + matrix), matrix * num_slots, 0
     while start < num_slots:
         entry = start + tl.arange(0, BLOCK)
-        admitted = entry < used
-        tl.store(
-            slot + matrix * num_slots + entry, tl.where(admitted, forward + entry, spare_row), mask=entry < num_slots
-        )
-        tl.store(
-            back + matrix * num_slots + entry,
-            tl.where(admitted, backward + entry, returned_rows),
-            mask=entry < num_slots,
-        )
+        admitted, listed = entry < used, entry < num_slots
+        tl.store(slot + first + entry, tl.where(admitted, forward + entry, sent_rows), mask=listed)
+        tl.store(back + first + entry, tl.where(admitted, backward + entry, returned_rows), mask=listed)
         start += BLOCK
 
 
-def reserve_(
-    values: Tensor, selection: RowSelection, tables: PoolTables, chunks: Chunks, *, returned_rows: int
+def slots(
+    selection: RowSelection, tables: PoolTables, chunks: Chunks, *, sent_rows: int, returned_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """The same as `dion_comm_capped.places.reserve_` does, in one launch."""
-    num_matrices, num_slots = selection.index.shape
-    slot, back = (torch.empty(num_matrices, num_slots, dtype=torch.int64, device=values.device) for _ in range(2))
+    """The same as `dion_comm_capped.places.slots` gives, in one launch."""
+    shape, device = selection.index.shape, selection.index.device
+    slot, back = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
     launch(
-        _reserve_kernel, num_matrices, values.device,
-        values, selection.count.contiguous(),
-        tables.owner, tables.number, tables.offered, tables.order, tables.pool_start,
+        _slots_kernel, shape[0], device,
+        selection.count.contiguous(), tables.owner, tables.number, tables.offered, tables.order, tables.pool_start,
         chunks.forward_first, chunks.back_first, chunks.header_first, slot, back,
-        num_slots, len(values) - 1, returned_rows,
+        shape[1], sent_rows, returned_rows,
         warps=4, BLOCK=BLOCK,
     )  # fmt: skip
     return slot, back
+
+
+@triton.jit(do_not_specialize=["num_matrices"])
+def _write_headers_kernel(values, count, owner, number, header_first, num_matrices, MATRICES: tl.constexpr):
+    """Some matrices: their counts, byte by byte.
+
+    Example: a count of 258 of the second matrix of a pool whose header starts at byte 100: 2 1 0 0 from byte 104 on.
+    """
+    matrix = tl.program_id(0) * MATRICES + tl.arange(0, MATRICES)
+    here = matrix < num_matrices
+    header = tl.load(header_first + tl.load(owner + matrix, mask=here, other=0), mask=here, other=-1)
+    place = tl.load(number + matrix, mask=here, other=0)
+    rows = tl.load(count + matrix, mask=here, other=0).to(tl.int32)
+    byte = values.to(tl.pointer_type(tl.uint8)) + header + place * _COUNT_BYTES
+    for part in tl.static_range(_COUNT_BYTES):
+        tl.store(byte + part, ((rows >> (8 * part)) & 0xFF).to(tl.uint8), mask=header >= 0)
+
+
+def write_headers_(values: Tensor, count: Tensor, tables: PoolTables, chunks: Chunks) -> None:
+    """The same as `dion_comm_capped.places.write_headers_` does, in one launch."""
+    launch(
+        _write_headers_kernel, triton.cdiv(len(count), MATRICES), values.device,
+        values, count.contiguous(), tables.owner, tables.number, chunks.header_first, len(count),
+        warps=1, MATRICES=MATRICES,
+    )  # fmt: skip
 
 
 @triton.jit
