@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dion_comm_capped.admission import keep, strongest
 from dion_comm_capped.budgets import LearnedBudgets, fixed_budgets
-from dion_comm_capped.pool import Budgets, OwnerTables, PoolPlan, SenderTables, offered_rows
+from dion_comm_capped.ops import admit, read_headers, rows_by_pair, slots, write_headers_
+from dion_comm_capped.pool import COUNT_BYTES, Budgets, PoolPlan, PoolTables
 from dion_core.layout import Axis
 from dion_core.newton_schulz import Orthogonalizer
 from dion_core.ops import collect, spread
@@ -30,88 +30,71 @@ DELAY = 8
 """Steps from those that were counted to the first that uses the counts, when their copy is normally long done."""
 
 
+@dataclass(frozen=True)
+class PooledRows(Rows):
+    """Rows in the send buffer.
+
+    Attributes:
+        back: (N, K) int64, the row of each entry among those that come back.
+    """
+
+    back: Tensor
+
+
 class PooledExchange(Exchange):
     """The rows of one bucket in pools; `plan` holds their sizes, which change when budgets do."""
 
     def __init__(self, bucket: Bucket, options: Capped) -> None:
         self.bucket = bucket
         self._options = options
-        ranks = range(bucket.group.size)
+        self.tables = PoolTables.of(bucket)
         # Until budgets are known every slot is sent.
-        self.use([[offered_rows(bucket, source, owner) for owner in ranks] for source in ranks])
-        self.owner = torch.tensor(bucket.owners, dtype=torch.int64, device=bucket.device)
+        self.use(bucket.offered_by_pair)
 
     def use(self, budgets: Budgets) -> None:
         """Takes new budgets, alike on every rank at the same step."""
         self.plan = PoolPlan(self.bucket, budgets, self._options.always_pack)
-        self._sender, self._receiver = SenderTables(self.plan), OwnerTables(self.plan)
+        self._to_owners, self._from_sources = self.plan.chunks()
 
     def admit(self, selection: RowSelection) -> RowSelection:
-        capacity, max_wait = self._sender.capacity, self._options.max_wait
-        return keep(selection, strongest(selection, self.owner, capacity, max_wait=max_wait))
+        return admit(selection, self.tables, self._to_owners, max_wait=self._options.max_wait)
 
     def reserve(self, selection: RowSelection) -> Rows:
-        sent, _ = self.plan.forward_rows()
+        bucket, sent, returned = self.bucket, sum(self.plan.forward_rows[0]), sum(self.plan.back_rows[0])
+        slot, back = slots(selection, self.tables, self._to_owners, sent_rows=sent, returned_rows=returned)
         # One row more than is sent takes what is not admitted.
-        values = torch.empty(sum(sent) + 1, self.bucket.shape[1], dtype=self.bucket.dtype, device=self.bucket.device)
-        return Rows(values, self._slots(selection, self._sender.forward_first, sum(sent)))
+        values = torch.empty(sent + 1, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
+        return PooledRows(values, slot, back)
 
     def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
-        group, columns, total = self.bucket.group, self.bucket.shape[1], self.bucket.total_rows
-        self._write_header(rows.values, selection.count)
-        sent, received = ([size * columns for size in sizes] for sizes in self.plan.forward_rows())
+        assert isinstance(rows, PooledRows)
+        bucket, group, columns = self.bucket, self.bucket.group, self.bucket.shape[1]
+        write_headers_(rows.values, selection.count, self.tables, self._to_owners)
+        sent, received = ([size * columns for size in sizes] for sizes in self.plan.forward_rows)
         # A few elements more, so that a count is read even where no pair has a header.
-        arrived = rows.values.new_empty(sum(received) + 4)
-        handle = group.all_to_all(arrived[:-4], rows.values[:-1].flatten(), received, sent)
+        arrived = rows.values.new_empty(sum(received) + COUNT_BYTES)
+        handle = group.all_to_all(arrived[:-COUNT_BYTES], rows.values[:-1].flatten(), received, sent)
         yield
         handle.wait()
-        count, before = self._read_header(arrived, selection.count_by_rank)
-        start = self._receiver.forward_first + before
-        results = orthogonalizer(collect(arrived[:-4].view(-1, columns), count, start, total))
-        returned_rows, sent_rows = self.plan.back_rows()
-        back = spread(results, count, self._receiver.back_first + before, sum(sent_rows))
+        limits = {"max_rows": bucket.max_rows, "total_rows": bucket.total_rows}
+        count, start, back_start = read_headers(
+            arrived, selection.count_by_rank, self.tables, self._from_sources, **limits
+        )
+        results = orthogonalizer(collect(arrived[:-COUNT_BYTES].view(-1, columns), count, start, bucket.total_rows))
+        returned_rows, sent_rows = self.plan.back_rows
+        back = spread(results, count, back_start, sum(sent_rows))
         returned = rows.values.new_empty(sum(returned_rows) + 1, columns)
         sizes = [size * columns for size in returned_rows], [size * columns for size in sent_rows]
         handle = group.all_to_all(returned[:-1].flatten(), back, *sizes)
         yield
         handle.wait()
-        return Rows(returned, self._slots(selection, self._sender.back_first, sum(returned_rows)))
+        return Rows(returned, rows.back)
 
     def traffic(self) -> Traffic:
         row_bytes = self.bucket.shape[1] * self.bucket.dtype.itemsize
-        sent, _ = self.plan.forward_rows()
-        _, sent_back = self.plan.back_rows()
+        (sent, _), (_, sent_back) = self.plan.forward_rows, self.plan.back_rows
         forward, back = (tuple(size * row_bytes for size in sizes) for sizes in (sent, sent_back))
         return Traffic(forward, back, collectives=2)
-
-    def _slots(self, selection: RowSelection, first: Tensor, nowhere: int) -> Tensor:
-        start = first + self._sender.offsets(selection.count)
-        place = torch.arange(selection.index.shape[1], device=start.device)
-        return torch.where(selection.valid(), start[:, None] + place, nowhere)
-
-    def _write_header(self, values: Tensor, count: Tensor) -> None:
-        """Writes the counts, bit-cast, in front of the rows; bytes are copied, so no value can become a NaN."""
-        packed = self._sender.packed
-        counts = count.to(torch.int32).view(torch.uint8).view(-1, 4)
-        # Where a pair is not packed there is no header: its count goes to the row that is not sent.
-        spare = values.shape[0] * values.shape[1] * values.element_size() - 4
-        spare_bytes = torch.arange(4, device=values.device) + spare
-        place = torch.where(packed[:, None], self._sender.header_place, spare_bytes)
-        values.view(torch.uint8).flatten().index_copy_(0, place.flatten(), counts.flatten())
-
-    def _read_header(self, arrived: Tensor, count_by_rank: Tensor) -> tuple[Tensor, Tensor]:
-        """(W, B) rows of every source and matrix, clipped so that none lies outside its chunk or matrix.
-
-        And (W, B) rows before them in the chunk, as the sender laid them out.
-        """
-        tables = self._receiver
-        told = arrived.view(torch.uint8)[tables.header_place.flatten()].view(torch.int32).long()
-        known = count_by_rank.index_select(1, tables.owned)
-        told = torch.where(tables.packed, told.view(known.shape), known).clamp(0, self.bucket.max_rows)
-        end = told.cumsum(1)
-        count = end.minimum(tables.capacity).diff(dim=1, prepend=torch.zeros_like(end[:, :1]))
-        count = count.cumsum(0).clamp(max=self.bucket.total_rows).diff(dim=0, prepend=torch.zeros_like(count[:1]))
-        return count, torch.where(tables.packed, end - told, tables.slot_start)
 
 
 class CappedSession(Session):
@@ -142,7 +125,8 @@ class CappedSession(Session):
             if isinstance(exchange, PooledExchange)
         ]
         if pooled:
-            needed = torch.cat([_by_pair(exchange, selection).flatten() for exchange, selection in pooled])
+            counts = [selection.count_by_rank for _, selection in pooled]
+            needed = rows_by_pair(counts, [exchange.tables.owner for exchange, _ in pooled])
             if self._stretched:
                 self._apply(self._budgets)
             if self._options.capacity == "learned":
@@ -238,13 +222,6 @@ class _Copy:
         if self._event is not None:
             self._event.synchronize()
         return self._host
-
-
-def _by_pair(exchange: PooledExchange, selection: RowSelection) -> Tensor:
-    """(W, W) int64: rows chosen by source and owner."""
-    count = selection.count_by_rank
-    pairs = count.new_zeros(len(count), len(count))
-    return pairs.index_add_(1, exchange.owner, count)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The operations of a step on the device where its rows are: Triton kernels on CUDA, the definitions elsewhere.
 
-The definitions in plain torch are in `rows`, `neurons`, `choice` and `compaction`, the kernels under the same names
-in `kernels`. The kernels serve fp32, bf16 and fp16, and matrices whose addresses are on the device (`Matrices`);
-everything else goes to the definitions.
+The definitions in plain torch are in `rows`, `neurons`, `choice`, `compaction` and `deferral`, the kernels under the
+same names in `kernels`. The kernels serve fp32, bf16 and fp16 (int32 waiting times), and matrices whose addresses are
+on the device (`Matrices`); everything else goes to the definitions.
 
 Legend: N matrices of a bucket, R local rows, C local columns, K slots a matrix, W ranks.
 """
@@ -17,7 +17,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from dion_core import choice, compaction, neurons
+from dion_core import choice, compaction, deferral, neurons
 from dion_core import rows as definitions
 from dion_core.layout import RowTables
 from dion_core.matrices import Matrices
@@ -35,6 +35,8 @@ __all__ = [
     "sums_of_squares",
     "take_and_decay_",
     "update_",
+    "wait_",
+    "with_age",
 ]
 
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -59,12 +61,12 @@ def _for_kernels(tensor: Tensor) -> bool:
 
 def _addressed(matrices: Sequence[Tensor | None]) -> TypeGuard[Matrices]:
     """Whether the kernels can go through the matrices by address."""
-    return (
-        isinstance(matrices, Matrices)
-        and matrices.addresses.is_cuda
-        and matrices.dtype in KERNEL_DTYPES
-        and has_triton()
-    )
+    return _on_device(matrices) and matrices.dtype in KERNEL_DTYPES
+
+
+def _on_device(matrices: Sequence[Tensor | None]) -> TypeGuard[Matrices]:
+    """Whether the addresses of the matrices are on a device where kernels run."""
+    return isinstance(matrices, Matrices) and matrices.addresses.is_cuda and has_triton()
 
 
 def accumulate_(
@@ -217,3 +219,22 @@ def spread(matrices: Tensor, count: Tensor, start: Tensor, num_rows: int, owned:
 
         return kernels.spread(matrices, count, start, num_rows, owned)
     return compaction.spread(matrices, count, start, num_rows, owned)
+
+
+def with_age(selection: RowSelection, waited: Sequence[Tensor]) -> RowSelection:
+    """`deferral.with_age`: the selection with the waiting times of its rows."""
+    if _on_device(waited):
+        from dion_core.kernels import deferral as kernels
+
+        return kernels.with_age(selection, waited)
+    return deferral.with_age(selection, waited)
+
+
+def wait_(waited: Sequence[Tensor], chosen: RowSelection, admitted: RowSelection) -> None:
+    """`deferral.wait_`: lengthens the waiting times of refused rows and clears those of admitted ones."""
+    if _on_device(waited):
+        from dion_core.kernels import deferral as kernels
+
+        kernels.wait_(waited, chosen, admitted)
+        return
+    deferral.wait_(waited, chosen, admitted)

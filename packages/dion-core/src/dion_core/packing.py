@@ -11,7 +11,8 @@ assembled matrix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -29,6 +30,24 @@ from dion_core.transport import Bucket, Exchange, Traffic
 
 SlotRule = Callable[[int, int], int]
 """How many slots (rank, matrix) has."""
+
+
+def on_device(tables: Iterable[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Each table as (length,) int64 on the device, all brought there by one copy that the host does not wait for."""
+    numbers, starts = array("q"), []
+    for table in tables:
+        starts.append((len(numbers), len(table)))
+        numbers.extend(table)
+        if (
+            len(numbers) % 2
+        ):  # tables start at multiples of 16 bytes, whatever their lengths: kernels are compiled for it
+            numbers.append(0)
+    if not numbers:
+        return [torch.empty(0, dtype=torch.int64, device=device) for _ in starts]
+    host = torch.frombuffer(numbers, dtype=torch.int64)
+    # The host allocator of torch keeps pinned memory from reuse until the copy is done.
+    there = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return [there[start : start + length] for start, length in starts]
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from dion_core.buckets import MatrixBucket
 from dion_core.collectives import Group, split
-from dion_core.deferral import wait_, with_age
 from dion_core.layout import Axis
 from dion_core.operands import Gradients, Operands, State
-from dion_core.ops import accumulate_, take_and_decay_, update_
+from dion_core.ops import accumulate_, take_and_decay_, update_, wait_, with_age
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan
 from dion_core.presence import Presence

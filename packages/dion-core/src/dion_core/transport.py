@@ -71,7 +71,23 @@ class Bucket:
 
     def owned(self, rank: int) -> tuple[int, ...]:
         """The matrices that the rank orthogonalizes, ascending."""
-        return tuple(matrix for matrix, owner in enumerate(self.owners) if owner == rank)
+        return self._owned_by_rank[rank]
+
+    @cached_property
+    def _owned_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        owned: list[list[int]] = [[] for _ in range(self.layout.group.size)]
+        for matrix, owner in enumerate(self.owners):
+            owned[owner].append(matrix)
+        return tuple(map(tuple, owned))
+
+    @cached_property
+    def offered_by_pair(self) -> tuple[tuple[int, ...], ...]:
+        """offered_by_pair[source][owner] = the most rows that a rank offers of all matrices that another one owns."""
+        ranks = range(self.layout.group.size)
+        return tuple(
+            tuple(sum(self.offered(source, matrix) for matrix in self.owned(owner)) for owner in ranks)
+            for source in ranks
+        )
 
     @cached_property
     def slots_by_rank(self) -> tuple[int, ...]:

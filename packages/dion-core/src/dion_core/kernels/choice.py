@@ -1,12 +1,14 @@
 """`choose` and `choose_local` as one launch each: one program finds and lists the chosen rows of one matrix.
 
-Scores become integer keys of the same order. The total-th highest key is found bit by bit, from the highest: a bit is
-set if enough keys are at least that high. Where more rows tie with it than are wanted, the row before which enough
-of them lie is found in the same way. After that every row decides by itself whether it is chosen.
+Scores become integer keys of the same order. The total-th highest key is found by radix selection, digit by digit
+from the highest: of the keys that share the digits found so far, those of each value of the next one are counted. If
+more rows have that key than are wanted, the last of these is found in the same way by its row number. After that
+every row decides by itself whether it is chosen.
 
-Example, total 2 of the scores 3 5 3 -1 3, in 3 bits as if they were their own keys: at least 4 are too few (1), at
-least 2 are enough (4), at least 3 are enough (4), so the threshold is 3. One row is above it, hence one of three ties
-is wanted, and the one before row 1 is: rows 0 and 1 are chosen. A rank that holds rows 1 to 4 lists rows 0 | 1 2 3.
+Example, total 3 of the scores 5 3 3 -1 3 in digits of one bit, as if they were their own keys: one score has bit 2, too
+few, so the digit is 0 and two more are wanted; three of the others have bit 1, and all of these bit 0, so the key is 3.
+Of its rows 1, 2 and 4, which are 3, 2 and 0 before the last, two are wanted: row 2 is the last of them, and rows 0, 1
+and 2 are chosen. A rank that holds rows 1 to 4 lists its rows 0 and 1, then 2 and 3.
 
 Legend: N matrices, R rows of a whole matrix (of this rank's part in `choose_local`), K slots a matrix, W ranks.
 """
@@ -27,6 +29,8 @@ MOST_KEYS = 32768
 KEYS_AT_A_TIME = 16384
 """Of so many then: more of them and their count do not fit."""
 KEYS_A_WARP = 512
+DIGIT = 5
+"""Bits of a key that are found in one pass over all rows: with 32 values, every thread of a warp counts one."""
 CHUNK = 4096
 """Rows that are listed at a time: fewer than 2^15, since two counts of them share 32 bits."""
 
@@ -46,54 +50,75 @@ def _keys(scores, row, num_rows):
 
 
 @triton.jit
-def _at_least(keys, scores, num_rows, low, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
-    """How many keys are at least `low`, which is not negative."""
-    if WHOLE:
-        return tl.sum((keys >= low).to(tl.int32), 0)
-    found = tl.zeros([BLOCK], tl.int32)
+def _digits(keys, scores, num_rows, shift, prefix, DIGIT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+    """How many keys have each value of the DIGIT bits above `shift`, among those that have `prefix` above these."""
+    if not WHOLE:
+        keys = _keys(scores, tl.arange(0, BLOCK), num_rows)
+    digit = keys >> shift
+    found = tl.histogram((digit & ((1 << DIGIT) - 1)).to(tl.int32), 1 << DIGIT, mask=(digit >> DIGIT) == prefix)
+    if not WHOLE:
+        start = BLOCK
+        while start < num_rows:
+            digit = _keys(scores, start + tl.arange(0, BLOCK), num_rows) >> shift
+            value = (digit & ((1 << DIGIT) - 1)).to(tl.int32)
+            found += tl.histogram(value, 1 << DIGIT, mask=(digit >> DIGIT) == prefix)
+            start += BLOCK
+    return found
+
+
+@triton.jit
+def _digits_of_ties(
+    keys, scores, num_rows, key, shift, prefix, DIGIT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The same of the numbers of the rows that have the key, counted from the last row, so that low rows come first."""
+    found = tl.zeros([1 << DIGIT], tl.int32)
     start = 0
     while start < num_rows:
-        found += (_keys(scores, start + tl.arange(0, BLOCK), num_rows) >= low).to(tl.int32)
+        row = start + tl.arange(0, BLOCK)
+        if not WHOLE:
+            keys = _keys(scores, row, num_rows)
+        digit = (num_rows - 1 - row) >> shift
+        value = digit & ((1 << DIGIT) - 1)
+        found += tl.histogram(value, 1 << DIGIT, mask=(keys == key) & ((digit >> DIGIT) == prefix))
         start += BLOCK
-    return tl.sum(found, 0)
+    return found
 
 
 @triton.jit
-def _ties_before(keys, scores, num_rows, key, end, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of the rows before row `end` have the key."""
-    row = tl.arange(0, BLOCK)
-    if WHOLE:
-        return tl.sum(((keys == key) & (row < end)).to(tl.int32), 0)
-    found = tl.zeros([BLOCK], tl.int32)
-    start = 0
-    while start < end:
-        found += ((_keys(scores, start + row, num_rows) == key) & (start + row < end)).to(tl.int32)
-        start += BLOCK
-    return tl.sum(found, 0)
+def _best_digit(found, wanted, DIGIT: tl.constexpr):
+    """The highest digit that, with all higher ones, covers the wanted number; what of it is wanted, and there is."""
+    digit = tl.arange(0, 1 << DIGIT)
+    at_least = tl.sum(found, 0) - tl.cumsum(found, 0) + found
+    best = tl.max(tl.where(at_least >= wanted, digit, 0), 0)
+    there = tl.sum(tl.where(digit == best, found, 0), 0)
+    return best, wanted - tl.sum(tl.where(digit > best, found, 0), 0), there
 
 
 @triton.jit
-def _threshold(scores, num_rows, total, BITS: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
-    """The total-th highest key, and the row before which rows with this key are chosen."""
+def _threshold(
+    scores, num_rows, wanted, BITS: tl.constexpr, DIGIT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The key of the last of the `wanted` best rows, and the row before which rows with this key are chosen."""
     keys = _keys(scores, tl.arange(0, BLOCK), num_rows)
-    one = tl.full([], 1, keys.dtype)
-    threshold = one - one
-    for step in range(BITS):
-        candidate = threshold | (one << (BITS - 1 - step))
-        enough = _at_least(keys, scores, num_rows, candidate, WHOLE, BLOCK) >= total
-        threshold = tl.where(enough, candidate, threshold)
+    threshold = tl.full([], 0, keys.dtype)
+    there = num_rows
+    for step in range((BITS + DIGIT - 1) // DIGIT):
+        shift = ((BITS + DIGIT - 1) // DIGIT - 1 - step) * DIGIT
+        found = _digits(keys, scores, num_rows, shift, threshold, DIGIT, WHOLE, BLOCK)
+        best, wanted, there = _best_digit(found, wanted, DIGIT)
+        threshold = (threshold << DIGIT) + best
     end = num_rows
-    too_many = _at_least(keys, scores, num_rows, threshold, WHOLE, BLOCK) - total
-    if too_many > 0:
-        wanted = _ties_before(keys, scores, num_rows, threshold, num_rows, WHOLE, BLOCK) - too_many
-        end = 0
-        size = 1
-        while size < num_rows:
-            size *= 2
-        while size > 0:
-            enough = _ties_before(keys, scores, num_rows, threshold, end + size, WHOLE, BLOCK) > wanted
-            end = tl.where(enough, end, end + size)
-            size = size // 2
+    if there > wanted:
+        shift = 0
+        while num_rows >> shift > 0:
+            shift += DIGIT
+        from_last = 0
+        while shift > 0:
+            shift -= DIGIT
+            found = _digits_of_ties(keys, scores, num_rows, threshold, shift, from_last, DIGIT, WHOLE, BLOCK)
+            best, wanted, there = _best_digit(found, wanted, DIGIT)
+            from_last = (from_last << DIGIT) + best
+        end = num_rows - from_last
     return threshold, end
 
 
@@ -151,6 +176,7 @@ def _choose_kernel(
     LOCAL: tl.constexpr,
     SPLIT: tl.constexpr,
     BITS: tl.constexpr,
+    DIGIT: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -169,7 +195,7 @@ def _choose_kernel(
         counts = tl.minimum(rows_of_each, total).to(tl.int32) * takes_part.to(tl.int32)
         num_rows = tl.sum(tl.where(each == rank, rows_of_each, 0), 0).to(tl.int32)
         total = tl.minimum(total, num_rows)
-    threshold, end = _threshold(scores, num_rows, total, BITS, WHOLE, BLOCK)
+    threshold, end = _threshold(scores, num_rows, total, BITS, DIGIT, WHOLE, BLOCK)
     if not LOCAL:
         if SPLIT:
             counts = _chosen_by_rank(scores, ranks, num_rows, num_ranks, threshold, end, takes_part, CHUNK, RANKS)
@@ -256,6 +282,7 @@ def _choose(
         LOCAL=local,
         SPLIT=split,
         BITS=8 * scores.itemsize - 1,
+        DIGIT=DIGIT,
         WHOLE=num_rows <= block,
         BLOCK=block,
         CHUNK=min(block, CHUNK),
