@@ -55,7 +55,7 @@ def with_choice(matrices: Tensor, choice: object) -> Tensor:
 def test_every_choice_agrees_with_float64(shape: tuple[int, int, int], choice: object) -> None:
     matrices = torch.randn(*shape, device="cuda")
     result = with_choice(matrices, choice)
-    assert distance(result, exact(matrices)) < 0.012
+    assert distance(result, exact(matrices)) < 0.006
     again = with_choice(matrices, choice)
     assert torch.equal(result, again)
 
@@ -77,26 +77,30 @@ def spectrum(m: int, n: int, values: Tensor) -> Tensor:
     return ((u * values.to(u)) @ v.mT)[None]
 
 
-@pytest.mark.parametrize(
-    "name", ["aspect 4", "near square", "rank 8", "four decades", "four decades, near square", "square"]
-)
-def test_singular_values_stay_in_the_band(name: str) -> None:
-    made = {
-        "aspect 4": lambda: torch.randn(2, 640, 2560, device="cuda"),
-        "near square": lambda: torch.randn(2, 1536, 1664, device="cuda"),
-        "rank 8": lambda: (torch.randn(2, 640, 8, device="cuda") @ torch.randn(2, 8, 1280, device="cuda")),
-        "four decades": lambda: spectrum(640, 1280, torch.logspace(0, -4, 640)),
-        "four decades, near square": lambda: spectrum(640, 648, torch.logspace(0, -4, 640)),
-        "square": lambda: torch.randn(2, 640, 640, device="cuda"),
-    }
-    matrices = made[name]().bfloat16()
+SPECTRA = {
+    "aspect 4": (lambda: torch.randn(2, 640, 2560, device="cuda"), 1.13),
+    "wide by a tenth": (lambda: torch.randn(2, 1536, 1664, device="cuda"), 1.145),
+    "wide by 16 columns": (lambda: torch.randn(2, 640, 656, device="cuda"), 1.18),
+    "rank 8": (lambda: torch.randn(2, 640, 8, device="cuda") @ torch.randn(2, 8, 1280, device="cuda"), 1.13),
+    "four decades": (lambda: spectrum(640, 1280, torch.logspace(0, -4, 640)), 1.18),
+    "four decades, wide by 8 columns": (lambda: spectrum(640, 648, torch.logspace(0, -4, 640)), 1.18),
+    "square": (lambda: torch.randn(2, 640, 640, device="cuda"), 1.13),
+    "tall": (lambda: torch.randn(2, 2560, 640, device="cuda"), 1.13),
+}
+"""Matrices, and the largest singular value of the result. Emulation gives 1.13 to 1.16 also for whole products."""
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("choice", [WIDE, SINGLE], ids=str)
+def test_singular_values_stay_in_the_band(name: str, choice: object) -> None:
+    make, bound = SPECTRA[name]
+    matrices = make().bfloat16()
     before = torch.linalg.svdvals(matrices.double())
     before = before / before.square().sum(-1, keepdim=True).sqrt()
-    after = torch.linalg.svdvals(NewtonSchulz()(matrices).double())
-    assert after.max() < 1.145
-    # Rounding of the input to bfloat16 adds rows of noise to the smallest ones; those above belong into the band.
-    strong = before > 0.005
-    assert after[strong].min() > 0.83
+    after = torch.linalg.svdvals(with_choice(matrices, choice).double())
+    print(f"{name}: {float(after.max()):.4f}")
+    assert after.max() < bound
+    assert after[before > 0.005].min() > 0.83
 
 
 def test_zero_matrices_and_zero_rows_stay_zero() -> None:

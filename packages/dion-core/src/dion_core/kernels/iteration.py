@@ -127,6 +127,7 @@ def _describe(x: Tensor, out: Tensor, work: Tensor, choice: Choice, tall: bool) 
         describe(work, (w_flat, [m, 1]), [half, _BLOCK]),
         describe(work, (w_stack, w_strides), [1, half, _BLOCK]),
         describe(work, (w_stack, w_strides), [1, _BLOCK, half]),
+        describe(work, (w_stack, w_strides), [1, half, half]),
     ]
 
 

@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 8192
-_ROWS = 8  # of a program that scales; each of them sums up the rows of its matrix once
 
 
 @triton.jit
@@ -101,9 +100,11 @@ def normalize(matrices: Tensor, *, out: Tensor) -> Tensor:
     norms = torch.empty((2, batch * rows), dtype=torch.float32, device=matrices.device)
     largest, squares = norms.unbind()
     warps = 4 if block <= 2048 else 8
+    # Each program that scales sums up the norms of its matrix once: fewer programs where there are many rows.
+    own = 8 if rows > 512 else 2
     _row_norms_kernel[(batch * rows,)](matrices, largest, squares, columns, block, blocks, num_warps=warps)
-    _scale_kernel[(triton.cdiv(rows, _ROWS), batch)](
-        matrices, out, largest, squares, rows, columns, block, blocks, stats, triton.cdiv(rows, stats), _ROWS,
+    _scale_kernel[(triton.cdiv(rows, own), batch)](
+        matrices, out, largest, squares, rows, columns, block, blocks, stats, triton.cdiv(rows, stats), own,
         num_warps=warps,
     )  # fmt: skip
     return out
