@@ -37,10 +37,10 @@ TARGETS = (1.15, 16.0, 12.5, 1.6, 1.8, 0.30, 0.35)
 WIDE = Choice(wide=2, depth=64, stages=3, band=4)
 SINGLE = Choice(wide=1, depth=64, stages=5, band=8)
 CANDIDATES = tuple(
-    replace(choice, apply_inside=inside)
-    for choice in (WIDE, replace(WIDE, band=8), SINGLE)
-    for inside in (True, False)
+    replace(choice, apply_inside=inside) for choice in (WIDE, replace(WIDE, band=8), SINGLE) for inside in (True, False)
 )
+
+ROUNDS = 3
 
 
 def captured_ms(function: Callable[[], object], *, repeats: int = 10) -> float:
@@ -112,13 +112,18 @@ def print_products(batch: int, m: int, n: int) -> None:
 
 
 def compare(batch: int, m: int, n: int) -> Choice:
-    """Prints the time of every candidate for a shape, and returns the fastest."""
+    """Prints the time of every candidate for a shape, and returns the fastest.
+
+    The candidates take turns, because a GPU at its power limit changes its clocks from second to second.
+    """
     matrices, segments = random_matrices(batch, m, n), segments_of(m, n)
-    times = {}
-    for choice in CANDIDATES:
-        times[choice] = captured_ms(lambda choice=choice: with_choice(matrices, segments, choice))  # type: ignore[misc]
-        print(f"    {times[choice]:8.3f} ms  {choice}", flush=True)
-    return min(times, key=lambda choice: times[choice])
+    rounds: dict[Choice, list[float]] = {choice: [] for choice in CANDIDATES}
+    for _ in range(ROUNDS):
+        for choice, times in rounds.items():
+            times.append(captured_ms(lambda choice=choice: with_choice(matrices, segments, choice), repeats=5))  # type: ignore[misc]
+    for choice, times in rounds.items():
+        print(f"    {median(times):8.3f} ms  {choice}", flush=True)
+    return min(rounds, key=lambda choice: median(rounds[choice]))
 
 
 def write() -> None:

@@ -22,6 +22,7 @@ Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural net
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -262,11 +263,21 @@ def _kernels_for(matrices: Tensor, compute_dtype: torch.dtype | None) -> ModuleT
 
 @lru_cache(maxsize=1)
 def _import_kernels() -> ModuleType | None:
-    """The module with the kernels, or None where triton is missing or too different from the version known."""
+    """The module with the kernels, or None where triton is missing or not the version they were tried with."""
     try:
-        from dion_core.kernels import iteration
+        import triton
     except ImportError:
         return None
+    if not triton.__version__.startswith("3.6."):
+        # The kernels use an interface of Triton that may still change.
+        warnings.warn(
+            f"Newton-Schulz falls back to torch's products, which take 1.5 to 2 times as long: its kernels need "
+            f"triton 3.6, not {triton.__version__}",
+            stacklevel=4,
+        )
+        return None
+    from dion_core.kernels import iteration
+
     return iteration
 
 

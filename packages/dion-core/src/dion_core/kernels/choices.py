@@ -49,7 +49,9 @@ def choose(device_name: str, batch: int, m: int, n: int) -> Choice:
     if not measured:
         return SMALL if m <= 512 else DEFAULT
     here = (batch, m, n)
-    nearest = min(measured, key=lambda shape: (sum(abs(math.log(x / y)) for x, y in zip(shape, here, strict=True)), shape))
+    nearest = min(
+        measured, key=lambda shape: (sum(abs(math.log(x / y)) for x, y in zip(shape, here, strict=True)), shape)
+    )
     return measured[nearest]
 
 

@@ -5,9 +5,9 @@ Legend: B matrices of R rows and C columns, m the shorter side and n the longer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dion_core.kernels.choices import Choice, choose
+from dion_core.kernels.launch import launch
 from dion_core.kernels.listing import Coefficients, Kind, list_products
 from dion_core.kernels.normalize import normalize
 from dion_core.kernels.products import products_kernel
@@ -27,13 +28,13 @@ Segments = tuple[tuple[Coefficients, ...], ...]
 
 def runs_on(device: torch.device, rows: int, columns: int) -> bool:
     """Whether `iterate` can be used: on Hopper, for sizes that the copy engine can address."""
-    return rows % 8 == 0 and columns % 8 == 0 and _multiprocessors(device.index or 0)[0] == (9, 0)
+    return rows % 8 == 0 and columns % 8 == 0 and _properties(device.index).capability == (9, 0)
 
 
 def choice_for(device: torch.device, batch: int, rows: int, columns: int) -> Choice:
     """The settings for B matrices of that size; the same on every rank with such a device."""
     m, n = sorted((rows, columns))
-    return choose(_multiprocessors(device.index or 0)[2], batch, m, n)
+    return choose(_properties(device.index).name, batch, m, n)
 
 
 def orthogonalize(matrices: Tensor, segments: Segments) -> Tensor:
@@ -76,93 +77,126 @@ def iterate(room: Tensor, segments: Segments, *, dtype: torch.dtype, choice: Cho
     return _run(x[None], segments[-1:], choice, narrow).to(dtype)
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What does not change from call to call for a shape.
+
+    Attributes:
+        table: the listing, on the device.
+        buffers: m x m buffers of the listing.
+        last: target of its last product.
+        total: tiles of all products.
+    """
+
+    table: Tensor
+    buffers: int
+    last: int
+    total: int
+
+
 @lru_cache(maxsize=256)
-def _table(segments: Segments, apply_last: bool, device: torch.device) -> tuple[Tensor, int, int, tuple[int, int]]:
-    """The listing on the device, its buffers, the target of the last product, and symmetric and other products."""
+def _plan(
+    segments: Segments, apply_last: bool, shape: tuple[int, int, int], choice: Choice, device: torch.device
+) -> _Plan:
+    """Works the plan out; copies the listing to the device, so a first call cannot be captured."""
+    batch, rows, columns = shape
     listing = list_products(segments, apply_last=apply_last)
-    rows = torch.tensor([product.fields() for product in listing.products], dtype=torch.int32, device=device)
+    table = torch.tensor([product.fields() for product in listing.products], dtype=torch.int32, device=device)
     applied = sum(product.kind == Kind.APPLY for product in listing.products)
-    return rows, listing.buffers, listing.products[-1].target, (len(listing.products) - applied, applied)
+    symmetric = len(listing.products) - applied
+    tiles = symmetric * _triangle(min(rows, columns), choice.wide) + applied * _rectangle(rows, columns, choice.wide)
+    return _Plan(table, listing.buffers, listing.products[-1].target, batch * tiles)
 
 
 def _run(x: Tensor, segments: Segments, choice: Choice, dtype: torch.dtype | None) -> Tensor:
     """Works through the products for ``x[0]``; returns the result in `dtype`, or Q of a single segment if None."""
-    _, batch, rows, columns = x.shape
-    tall = rows > columns
-    m, n = (columns, rows) if tall else (rows, columns)
-    table, buffers, last, (symmetric, applied) = _table(segments, dtype is not None, x.device)
-    work = torch.empty((buffers, batch, m, m), dtype=torch.float16, device=x.device)
-    out = work if dtype is None else torch.empty((batch, rows, columns), dtype=dtype, device=x.device)
-    counters = torch.zeros(batch, dtype=torch.int32, device=x.device)
-    total = batch * (symmetric * _triangle(m, choice.wide) + applied * _rectangle(m, n, choice.wide, tall))
-    programs = min(total, _multiprocessors(x.device.index or 0)[1])
-    descriptors = _describe(x, out, work, choice, tall)
-    launch = _launcher(programs, tall, dtype or torch.float16, choice, x.device)
-    launch(*descriptors, table, counters, total, batch, m, n)
-    return work[last] if dtype is None else out
-
-
-def _describe(x: Tensor, out: Tensor, work: Tensor, choice: Choice, tall: bool) -> list[TensorDescriptor]:
-    """How the kernel's operands lie in memory and in shared memory, in the order of its arguments."""
     copies, batch, rows, columns = x.shape
-    m = work.shape[-1]
+    device, (m, n) = x.device, sorted((rows, columns))
+    plan = _plan(segments, dtype is not None, (batch, rows, columns), choice, device)
+    work = torch.empty((plan.buffers, batch, m, m), dtype=torch.float16, device=device)
+    out = work if dtype is None else torch.empty((batch, rows, columns), dtype=dtype, device=device)
+    counters = torch.zeros(batch, dtype=torch.int32, device=device)
+    tall = rows > columns
+    addresses = (x.data_ptr(), out.data_ptr(), work.data_ptr())
+    sizes = (copies, batch, rows, columns, plan.buffers)
+    launch(
+        products_kernel,
+        (min(plan.total, _properties(device.index).multiprocessors), 1),
+        [*_describe(addresses, sizes, dtype, choice), plan.table, counters, plan.total, batch, m, n],
+        (choice.wide, choice.depth, choice.band, tall, choice.stages),
+        key=dtype or torch.float16,
+        device=device,
+        num_warps=4,
+        launch_cooperative_grid=True,
+    )
+    return work[plan.last] if dtype is None else out
+
+
+class _Address:
+    """Stands for a tensor in a descriptor, without keeping its memory."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address = address
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@lru_cache(maxsize=256)  # the same few addresses come again and again
+def _describe(
+    addresses: tuple[int, int, int], sizes: tuple[int, int, int, int, int], dtype: torch.dtype | None, choice: Choice
+) -> tuple[TensorDescriptor, ...]:
+    """How the kernel's operands lie in memory and in shared memory, in the order of its arguments.
+
+    Args:
+        addresses: of x (copies, B, R, C), the result (B, R, C) and the workspace (buffers, B, m, m).
+        sizes: copies, B, R, C and buffers.
+        dtype: of the result; None if there is none.
+        choice: says how large the blocks are.
+    """
+    copies, batch, rows, columns, buffers = sizes
+    x, work = (_Address(addresses[at], torch.float16) for at in (0, 2))
+    out = _Address(addresses[1], dtype or torch.float16)
+    m, tall = min(rows, columns), rows > columns
     depth, wide, half = choice.depth, choice.wide * _BLOCK, _BLOCK // 2
-    x_flat, x_stack = ([copies * batch * rows, columns], [copies * batch, rows, columns])
-    w_flat, w_stack = ([work.shape[0] * batch * m, m], [work.shape[0] * batch, m, m])
-    stack_strides, w_strides = [rows * columns, columns, 1], [m * m, m, 1]
-    out_shape = w_stack if out is work else [batch, rows, columns]
-    flat, turned = (x_flat, [columns, 1]), (x_stack, stack_strides)
+    flat = ([copies * batch * rows, columns], [columns, 1])
+    stack = ([copies * batch, rows, columns], [rows * columns, columns, 1])
+    w_flat = ([buffers * batch * m, m], [m, 1])
+    w_stack = ([buffers * batch, m, m], [m * m, m, 1])
+    result = w_stack if dtype is None else ([batch, rows, columns], stack[1])
 
-    def describe(base: Tensor, where: tuple[list[int], list[int]], block: list[int]) -> TensorDescriptor:
-        return TensorDescriptor(base, *where, block, _layout(tuple(block), base.dtype))
+    def describe(base: _Address, where: tuple[list[int], list[int]], block: list[int]) -> TensorDescriptor:
+        return TensorDescriptor(base, *where, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[base.dtype]))
 
-    return [
-        describe(x, turned if tall else flat, [1, depth, _BLOCK] if tall else [_BLOCK, depth]),
-        describe(x, turned if tall else flat, [1, depth, wide] if tall else [wide, depth]),
-        describe(x, flat if tall else turned, [_BLOCK, depth] if tall else [1, depth, wide]),
-        describe(x, turned, [1, half, _BLOCK]),
-        describe(out, (out_shape, w_strides if out is work else stack_strides), [1, half, _BLOCK]),
-        describe(work, (w_flat, [m, 1]), [_BLOCK, depth]),
-        describe(work, (w_flat, [m, 1]), [wide, depth]),
-        describe(work, (w_flat, [m, 1]), [half, _BLOCK]),
-        describe(work, (w_stack, w_strides), [1, half, _BLOCK]),
-        describe(work, (w_stack, w_strides), [1, _BLOCK, half]),
-        describe(work, (w_stack, w_strides), [1, half, half]),
-    ]
-
-
-@lru_cache(maxsize=256)
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """How a block lies in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+    return (
+        describe(x, stack if tall else flat, [1, depth, _BLOCK] if tall else [_BLOCK, depth]),
+        describe(x, stack if tall else flat, [1, depth, wide] if tall else [wide, depth]),
+        describe(x, flat if tall else stack, [_BLOCK, depth] if tall else [1, depth, wide]),
+        describe(x, stack, [1, half, _BLOCK]),
+        describe(out, result, [1, half, _BLOCK]),
+        describe(work, w_flat, [_BLOCK, depth]),
+        describe(work, w_flat, [wide, depth]),
+        describe(work, w_flat, [half, _BLOCK]),
+        describe(work, w_stack, [1, half, _BLOCK]),
+        describe(work, w_stack, [1, _BLOCK, half]),
+        describe(work, w_stack, [1, half, half]),
+    )
 
 
-@lru_cache(maxsize=256)
-def _launcher(
-    programs: int, tall: bool, dtype: torch.dtype, choice: Choice, device: torch.device
-) -> Callable[..., None]:
-    """Launches the kernel; after its first call without Triton's inspection of arguments, which takes longest."""
-    constants = (choice.wide, choice.depth, choice.band, tall, choice.stages)
-    compiled: list[Any] = []
+class _Properties(NamedTuple):
+    """What matters of a device."""
 
-    def launch(*arguments: Any) -> None:
-        with torch.cuda.device(device):
-            if compiled:
-                compiled[0][(programs, 1, 1)](*arguments, *constants)
-            else:
-                kernel = products_kernel[(programs,)](
-                    *arguments, *constants, num_warps=4, launch_cooperative_grid=True
-                )
-                compiled.append(kernel)
-
-    return launch
+    capability: tuple[int, int]
+    multiprocessors: int
+    name: str
 
 
 @lru_cache(maxsize=64)
-def _multiprocessors(index: int) -> tuple[tuple[int, int], int, str]:
-    """Compute capability, number of multiprocessors, and name of a device."""
+def _properties(index: int) -> _Properties:
+    """The properties of device number `index`."""
     properties = torch.cuda.get_device_properties(index)
-    return (properties.major, properties.minor), properties.multi_processor_count, properties.name
+    return _Properties((properties.major, properties.minor), properties.multi_processor_count, properties.name)
 
 
 def _triangle(m: int, wide: int) -> int:
@@ -172,7 +206,6 @@ def _triangle(m: int, wide: int) -> int:
     return int(wide * squares * (squares + 1) // 2 + count % wide * (squares + 1))
 
 
-def _rectangle(m: int, n: int, wide: int, tall: bool) -> int:
+def _rectangle(rows: int, columns: int, wide: int) -> int:
     """Tiles of Q X or X Q of one matrix."""
-    rows, columns = (n, m) if tall else (m, n)
     return int(triton.cdiv(rows, _BLOCK) * triton.cdiv(columns, _BLOCK * wide))

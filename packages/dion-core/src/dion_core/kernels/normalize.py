@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Normalization of whole matrices in two passes over memory: one reads, one reads and writes.
 
 Numbers are scaled by a power of two before they are squared, so that nothing overflows or vanishes at any scale
@@ -12,10 +13,15 @@ Legend: B matrices of R rows and C columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from dion_core.kernels.launch import launch
 
 _BLOCK = 8192
 
@@ -27,10 +33,11 @@ def _power_of_two(largest):
     return (tl.minimum(tl.maximum(254 - exponent, 1), 253) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def _row_norms_kernel(x, largest, squares, columns, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+@triton.jit(do_not_specialize=["eighths"])
+def _row_norms_kernel(x, largest, squares, eighths, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     """Writes the largest absolute value of a row, and its sum of squares once scaled."""
     row = tl.program_id(0).to(tl.int64)
+    columns = eighths * 8  # tells the compiler that rows begin at multiples of 16 bytes
     offsets = tl.arange(0, BLOCK)
     if BLOCKS == 1:
         values = tl.load(x + row * columns + offsets, mask=offsets < columns, other=0).to(tl.float32)
@@ -55,13 +62,14 @@ def _row_norms_kernel(x, largest, squares, columns, BLOCK: tl.constexpr, BLOCKS:
     tl.store(squares + row, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "eighths"])
 def _scale_kernel(
-    x, out, largest, squares, rows, columns,
+    x, out, largest, squares, rows, eighths,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STATS: tl.constexpr, STAT_BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Writes ROWS rows over the Frobenius norm of their matrix; a matrix of zeros stays one."""
     matrix = tl.program_id(1).to(tl.int64)
+    columns = eighths * 8
     at = tl.arange(0, STATS)
     tops = tl.zeros((STATS,), tl.float32)
     for block in range(STAT_BLOCKS):
@@ -90,21 +98,40 @@ def normalize(matrices: Tensor, *, out: Tensor) -> Tensor:
     """Returns `out`, holding each matrix over its Frobenius norm.
 
     Args:
-        matrices: (B, R, C), contiguous, float32, bfloat16 or float16; none of the sizes 0.
+        matrices: (B, R, C), contiguous, float32, bfloat16 or float16; C a multiple of 8, none of the sizes 0.
         out: (B, R, C), contiguous, of any of these dtypes.
     """
     batch, rows, columns = matrices.shape
     block = min(triton.next_power_of_2(columns), _BLOCK)
     blocks = triton.cdiv(columns, block)
     stats = min(triton.next_power_of_2(rows), 1024)
+    # Each program that scales sums up the norms of its matrix once: fewer programs where there are many rows.
+    own = 8 if rows > 512 else 2
     norms = torch.empty((2, batch * rows), dtype=torch.float32, device=matrices.device)
     largest, squares = norms.unbind()
     warps = 4 if block <= 2048 else 8
-    # Each program that scales sums up the norms of its matrix once: fewer programs where there are many rows.
-    own = 8 if rows > 512 else 2
-    _row_norms_kernel[(batch * rows,)](matrices, largest, squares, columns, block, blocks, num_warps=warps)
-    _scale_kernel[(triton.cdiv(rows, own), batch)](
-        matrices, out, largest, squares, rows, columns, block, blocks, stats, triton.cdiv(rows, stats), own,
-        num_warps=warps,
-    )  # fmt: skip
+    _launch(
+        _row_norms_kernel, (batch * rows, 1), [matrices, largest, squares, columns // 8], (block, blocks), warps=warps
+    )
+    _launch(
+        _scale_kernel,
+        (triton.cdiv(rows, own), batch),
+        [matrices, out, largest, squares, rows, columns // 8],
+        (block, blocks, stats, triton.cdiv(rows, stats), own),
+        warps=warps,
+    )
     return out
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, int], arguments: Sequence[Any], constants: tuple[int, ...], *, warps: int
+) -> None:
+    """Launches a kernel whose first argument is the input."""
+    matrices = arguments[0]
+    if matrices.device.type == "cpu":  # Triton's interpreter
+        kernel[grid](*arguments, *constants, num_warps=warps)
+        return
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    # Loads and stores are wide only where addresses are multiples of 16.
+    key = tuple((tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
+    launch(kernel, grid, arguments, constants, key=key, device=matrices.device, num_warps=warps)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """One kernel for a whole list of products of the Newton-Schulz iteration, for Hopper's tensor cores.
 
 The list (`dion_core.kernels.listing`) names products of three kinds: the Gram matrix of X, products of symmetric
@@ -36,42 +37,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dion_core.kernels.counters import announce_tile, await_tiles
 from dion_core.kernels.schedule import APPLY, FIELDS, GRAM, T, find
 
 H = gl.constexpr(64)
-
-
-@gluon.jit
-def _announced(counter):
-    """How many tiles have been announced, read so that what they stored can be seen afterwards."""
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _await(counter, target):
-    """Returns when `target` tiles have been announced; loads by the copy engine may follow."""
-    done = _announced(counter)
-    while done < target:
-        done = _announced(counter)
-    gl.inline_asm_elementwise(
-        "fence.proxy.async; mov.u32 $0, $1;", "=r,r", [done], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _announce(counter):
-    """Adds one to `counter` once all stores of this warp are in memory, not only read from shared memory."""
-    one = gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; fence.acq_rel.gpu; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
-        "=r,r",
-        [1],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    gl.atomic_add(counter, one, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -116,7 +85,7 @@ def _produce(
         a = gl.load(listing + product * FIELDS + 1) * batch + matrix
         b = gl.load(listing + product * FIELDS + 2) * batch + matrix
         narrow = _is_narrow(kind, i, j, WIDE, TALL)
-        _await(counters + matrix, 2 * before)
+        await_tiles(counters + matrix, 2 * before)
         for step in range(gl.cdiv(gl.where(kind == GRAM, n, m), TK)):
             slot = at % STAGES
             k = step * TK
@@ -252,7 +221,7 @@ def _consume_tile(
             right = _add_diagonal(right, gamma, i * T + HALF * H, j * (T * WIDE) + T)
     _hand_over(left, out, box, number, kind, target, i == WIDE * j, HALF)
     number += 1
-    if BLOCKS == 2:
+    if BLOCKS == 2:  # noqa: SIM102 - known to the compiler, so that `right` need not exist
         if (kind == APPLY) | (WIDE * j + 1 <= i):
             _hand_over(right, out, box, number, kind, target, i == WIDE * j + 1, HALF)
             number += 1
@@ -346,7 +315,7 @@ def _transfer(
         added = gl.load(listing + product * FIELDS + 3)
         target = gl.load(listing + product * FIELDS + 4)
         if added >= 0:
-            _await(counters + matrix, 2 * before)
+            await_tiles(counters + matrix, 2 * before)
             narrow = _is_narrow(kind, i, j, WIDE, TALL)
             c_row = (added * batch + matrix) * m + row
             mbarrier.expect(c_full, H * T * 2, pred=narrow)
@@ -354,9 +323,7 @@ def _transfer(
             tma.async_copy_global_to_shared(w_add, [c_row, j * (T * WIDE)], c_full, direct.reshape([H, T]))
             if WIDE == 2:
                 right = mirror._reinterpret(gl.float16, [H, T], w_add.layout)
-                tma.async_copy_global_to_shared(
-                    w_add, [c_row, j * (T * WIDE) + T], c_full, right, pred=narrow == 0
-                )
+                tma.async_copy_global_to_shared(w_add, [c_row, j * (T * WIDE) + T], c_full, right, pred=narrow == 0)
         for part in gl.static_range(WIDE):
             block = j * WIDE + part
             if (kind == APPLY) | (block <= i):
@@ -373,7 +340,7 @@ def _transfer(
                 tma.store_wait(0)
                 mbarrier.arrive(out_empty)
                 number += 1
-        _announce(counters + matrix)
+        announce_tile(counters + matrix)
 
 
 # Nothing is compiled anew for a size that happens to be 1 or a multiple of 16.
