@@ -34,7 +34,7 @@ class DemoResult:
     """One training; a tally for each bucket."""
 
     capacity: Capacity
-    shapes: list[str]
+    shapes: list[Shape]
     tallies: list[Tally]
     changes: list[int]
     loss: float
@@ -51,14 +51,13 @@ def train_demo(*, num_steps: int, world_size: int) -> Iterator[DemoResult]:
 def _train_all(rank: Rank, settings: Settings) -> None:
     corpus = settings.corpus()
     for capacity in CAPACITIES:
-        rank.tell(_train(rank, capacity, corpus, settings))
+        rank.tell(train(rank, Capped(capacity=capacity), corpus, settings))
 
 
-def _train(rank: Rank, capacity: Capacity, corpus: Corpus, settings: Settings) -> DemoResult:
+def train(rank: Rank, transport: Capped, corpus: Corpus, settings: Settings) -> DemoResult:
     """One run of the demo's program, with the optimizer's report read after every step."""
     model = build_model(rank, settings)
-    transport = Capped(capacity=capacity)
-    run = Run(str(capacity), transport, exact=False)
+    run = Run(str(transport.capacity), transport, exact=False)
     optimizer = build_optimizer(model, run, settings)
     assert isinstance(optimizer, NorDion2)
     scheduler = LambdaLR(optimizer, partial(lr_factor, num_steps=settings.steps))
@@ -80,8 +79,8 @@ def _train(rank: Rank, capacity: Capacity, corpus: Corpus, settings: Settings) -
     torch.distributed.all_reduce(of_all_ranks)
     changes = of_all_ranks[:, :, 3].any(dim=1).nonzero().flatten().tolist()
     tallies = [_tally(bucket, of_all_ranks[:, number], settings) for number, bucket in enumerate(buckets)]
-    shapes = [str(_shape(bucket)) for bucket in buckets]
-    return DemoResult(capacity, shapes, tallies, changes, rank.mean(loss))
+    shapes = [_shape(bucket) for bucket in buckets]
+    return DemoResult(transport.capacity, shapes, tallies, changes, rank.mean(loss))
 
 
 def _shape(bucket: Report) -> Shape:

@@ -127,6 +127,8 @@ class Pools:
 
     def begin(self, counts: Sequence[Tensor]) -> None:
         """Starts a step in which rank r has chosen counts[bucket][r, n] rows of matrix n."""
+        if self._step >= 0:
+            self._session.end()
         self._step += 1
         chosen = [RowSelection.unranked(torch.empty(0, 0), of_bucket[0], of_bucket) for of_bucket in counts]
         run(self._session.begin(chosen))

@@ -176,10 +176,10 @@ def demo_table(results: Sequence[DemoResult], world_size: int) -> Table:
         )
     num_steps = len(results[0].tallies[0].winners)
     pairs = ", ".join(f"{tally.pair_rows:.0f}" for tally in results[0].tallies)
+    shapes = ", ".join(map(str, results[0].shapes))
     return Table(
         "The demo's training",
-        f"{num_steps} steps on {world_size} ranks from the first one on; {', '.join(results[0].shapes)}, with {pairs}"
-        " rows a pair.",
+        f"{num_steps} steps on {world_size} ranks from the first one on; {shapes}, with {pairs} rows a pair.",
         [
             "capacity",
             "deferred %",

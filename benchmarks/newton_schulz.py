@@ -4,7 +4,7 @@
 
 TFLOP/s count a symmetric product at half the cost of a dense one. --products adds the times of single products by
 cuBLAS; --write measures every candidate for every shape and stores the fastest in the file that
-`dion_core.kernels.choices` reads.
+`dion_core.newton_schulz_kernels.choices` reads.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from dion_core.kernels import choices, iteration, listing
-from dion_core.kernels.choices import Choice
-from dion_core.kernels.normalize import normalize
 from dion_core.newton_schulz import NewtonSchulz
+from dion_core.newton_schulz_kernels import choices, iteration, listing
+from dion_core.newton_schulz_kernels.choices import Choice
+from dion_core.newton_schulz_kernels.normalize import normalize
 
 SHAPES = (
     (8, 1280, 5120),

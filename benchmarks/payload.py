@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.inventories import INVENTORIES
 from dion_comm_nccl import FullShard, LocalTopRows
 from dion_core.collectives import SoloGroup
 from dion_core.layout import Axis, split_layout
@@ -20,11 +21,6 @@ from dion_core.planning import block_assignment_payload
 from dion_core.rules import selector
 from dion_core.transport import Bucket, Scope, Transport
 
-INVENTORIES = {
-    "5120x8": {(5120, 5120): 33, (20480, 5120): 16},
-    "1b": {(1536, 1536): 96, (6656, 1536): 48, (1536, 6656): 24},
-    "14b": {(5120, 5120): 160, (17920, 5120): 80, (5120, 17920): 40},
-}
 PAGE = Path(__file__).parent.parent / "docs" / "transports.md"
 BEGIN, END = "<!-- payload: begin -->\n", "<!-- payload: end -->"
 FRACTION = 0.25

@@ -1,7 +1,4 @@
-"""One thread a process, as in the pool of ranks: bits of a sum on a CPU depend on the number of threads.
-
-Without a GPU, Triton's kernels run in its interpreter, which has to be known before anything imports triton.
-"""
+"""One thread a process, as in the pool of ranks: bits of a sum on a CPU depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import os
 
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels then run on the CPU; read when triton is imported

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("the kernels are for Hopper", allow_module_level=True)
-iteration = pytest.importorskip("dion_core.kernels.iteration")
-choices = pytest.importorskip("dion_core.kernels.choices")
+iteration = pytest.importorskip("dion_core.newton_schulz_kernels.iteration")
+choices = pytest.importorskip("dion_core.newton_schulz_kernels.choices")
 
 WIDE, SINGLE = choices.DEFAULT, choices.SMALL
 CHOICES = [

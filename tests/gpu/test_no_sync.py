@@ -139,7 +139,9 @@ def exchanged(session: Session, exchange: Exchange, chosen: RowSelection, moment
     for matrix, state in enumerate(momentum):
         taken = state.index_select(0, admitted.index[matrix]).to(rows.values.dtype)
         rows.values.index_copy_(0, rows.slot[matrix], taken)
-    return run(exchange.orthogonalize(rows, admitted, NewtonSchulz()))
+    results = run(exchange.orthogonalize(rows, admitted, NewtonSchulz()))
+    session.end()
+    return results
 
 
 @pytest.mark.parametrize("axis", [Axis.ROWS, Axis.COLUMNS])

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dion_core.packing import SlotPlan, SlotRule, compact
+from dion_core.compaction import compact
+from dion_core.packing import SlotPlan, SlotRule
 from dion_core.transport import Bucket
 from tests.unit.test_layout import chunk_holders, random_holders
 from tests.unit.test_packing import bucket_for, full_slots, offered_slots, random_chosen, round_trip, seen_from

@@ -149,7 +149,9 @@ def test_a_resumed_session_has_the_pools_of_the_unbroken_one(saved_after: int) -
         run(session.begin([RowSelection.unranked(torch.empty(0, 0), counts[0], counts)]))
         [exchange] = session.exchanges
         assert isinstance(exchange, PooledExchange)
-        return [[exchange.plan.capacity(source, owner) for owner in range(2)] for source in range(2)]
+        capacity = [[exchange.plan.capacity(source, owner) for owner in range(2)] for source in range(2)]
+        session.end()
+        return capacity
 
     unbroken, resumed = CappedSession([bucket], Capped()), CappedSession([bucket], Capped())
     seen = set()

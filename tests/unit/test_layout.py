@@ -116,7 +116,9 @@ def test_a_layout_by_hand() -> None:
     assert (layout.local_shape(0), layout.local_shape(1)) == ((2, 2), (2, 2))
     tables = RowTables(layout, CPU)
     assert tables.position.tolist() == [[1, 2], [5, 6]]
-    assert tables.gathered_position.tolist() == [0, 3, 10, 7, 8, 9, 1, 2, 5, 6, 4, 10]
+    assert tables.place_in((0, 6, 10)).tolist() == [[0, 6, 7, 1, 10], [8, 9, 3, 4, 5]]
+    assert tables.place_in((5, 20, 30)).tolist() == [[5, 20, 21, 6, 30], [22, 23, 8, 9, 10]]
+    assert tables.place_in((0, 6, 10)) is tables.place_in((0, 6, 10))
     assert tables.rank_of_row.tolist() == [[0, 1, 1, 0, 2], [1, 1, 0, 0, 0]]
     assert tables.num_rows.tolist() == [[2, 3], [2, 2], [1, 0]]
 
@@ -136,6 +138,7 @@ def test_row_tables_equal_loops(holders: Holders, size: int) -> None:
     num_matrices, rows = len(holders), len(holders[0])
     nowhere = num_matrices * rows
     every: list[int] = []
+    starts: list[int] = []
     for rank in range(size):
         held = [rows_of(holders, rank, matrix) for matrix in range(num_matrices)]
         most = max(map(len, held))
@@ -151,10 +154,12 @@ def test_row_tables_equal_loops(holders: Holders, size: int) -> None:
         assert [layout.rows(rank, matrix) for matrix in range(num_matrices)] == [len(each) for each in held]
         assert layout.max_rows(rank) == most
         assert layout.local_shape(num_matrices - 1) == (len(held[-1]), 5)
+        starts.append(len(every))
         every += [place for matrix in expected for place in matrix]
     for rank in range(size):
         tables = RowTables(layout_of(holders, rank, size, 5), CPU)
-        assert tables.gathered_position.tolist() == every
+        places = tables.place_in(tuple(starts)).flatten().tolist()
+        assert [every[place] for place in places] == list(range(nowhere))
         assert tables.rank_of_row.tolist() == [list(matrix) for matrix in holders]
         assert tables.num_rows.tolist() == [
             [len(rows_of(holders, each, matrix)) for matrix in range(num_matrices)] for each in range(size)
@@ -168,7 +173,6 @@ def test_row_tables_where_every_rank_has_all_rows(axis: Axis) -> None:
         layout = split_layout(fake_group(rank, 3), axis, (4, 2)).stack(2)
         tables = RowTables(layout, CPU)
         assert tables.position.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        assert tables.gathered_position.tolist() == [*range(8)] * 3
         assert tables.num_rows.tolist() == [[4, 4]] * 3
 
 

@@ -12,7 +12,7 @@ import torch
 from dion_comm_nccl import FullShard, LocalTopRows
 from dion_core.collectives import Group, SoloGroup
 from dion_core.layout import Axis, split_layout
-from dion_core.ownership import assign_owners, newton_schulz_cost
+from dion_core.ownership import PARTS, SMALLEST_PART, assign_owners, cut, newton_schulz_cost
 from dion_core.planning import block_assignment_payload
 from dion_core.selection import GlobalRows, LocalRows, Selector
 from dion_core.transport import Bucket, Transport
@@ -152,3 +152,36 @@ def test_payloads_of_block_assignment(world_size: int, full: float, local: float
     for way, expected in (("full", full), ("local", local), ("capped", capped)):
         payload = block_assignment_payload(shapes, world_size, way, fraction=0.25, element_bytes=2) / 1e6
         assert payload == pytest.approx(expected, abs=0.5)
+
+
+def test_a_bucket_of_little_work_stays_whole() -> None:
+    assert cut([0, 1, 2, 0], 4 * SMALLEST_PART // 9, [10 * SMALLEST_PART] * 3) == [0, 0, 0, 0]
+    assert cut([0] * 2, 10 * SMALLEST_PART, [21 * SMALLEST_PART]) == [0, 1]  # no part without a matrix
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_are_within_the_limit_and_even(seed: int) -> None:
+    rng = random.Random(seed)
+    size, count = rng.randint(1, 5), rng.randint(1, 60)
+    cost = rng.randint(1, SMALLEST_PART // 2)
+    owners = [rng.randrange(size) for _ in range(count)]
+    load = [owners.count(rank) * cost + rng.randint(0, 20 * SMALLEST_PART) for rank in range(size)]
+    places = cut(owners, cost, load)
+    limit = max(max(load) / PARTS, SMALLEST_PART)
+    assert sorted(set(places)) == list(range(max(places) + 1))
+    for rank in range(size):
+        held = [
+            places.count(part) and sum(o == rank and p == part for o, p in zip(owners, places, strict=True))
+            for part in range(max(places) + 1)
+        ]
+        assert max(held) - min(held) <= 1
+        assert max(held) * cost < limit + cost
+    assert max(places) + 1 == -(-max(owners.count(rank) for rank in range(size)) * cost // limit)
+
+
+def test_the_large_matrices_of_the_inventory_are_cut_in_two() -> None:
+    """16 of 20480x5120 at fraction 0.25 over 4 ranks: four 5120x5120 a rank."""
+    square, wide = newton_schulz_cost(5120, 5120), newton_schulz_cost(1280, 5120)
+    owners, load = assign([square] * 16 + [wide] * 33, 4)
+    assert [cut(owners[:16], square, load).count(part) for part in range(3)] == [8, 8, 0]
+    assert set(cut(owners[16:], wide, load)) == {0}

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dion_core.compaction import compact
 from dion_core.layout import Axis, Layout
-from dion_core.packing import ColumnAssembly, RowAssembly, SlotPlan, SlotRule, assembly, compact
+from dion_core.packing import ColumnAssembly, RowAssembly, SlotPlan, SlotRule, assembly
 from dion_core.transport import Bucket
 from tests.unit.test_layout import CPU, Holders, chunk_holders, fake_group, layout_of, random_holders, rows_of
 

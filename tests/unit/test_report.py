@@ -190,7 +190,7 @@ def planned(transport: Transport, rank: int) -> Report:
     plan = Plan(members, buckets, [], choice, loads, [options])
     with patch("dion_core.plan._warm_up"):  # nobody is there to be connected with
         plan.open()
-    plan.buckets[0].chosen += 5
+    plan.buckets[0].chosen[1] += 5
     with observe() as calls:
         report = as_json(make_report(plan, {}, 3, torch.tensor(1.0), [0, 0, 0]))
     assert calls == []
@@ -230,9 +230,9 @@ def test_the_plan_of_several_ranks(transport: Transport, forward: list[int]) -> 
         assert report["bytes_per_step"] == rows["traffic"]["bytes"] + columns["traffic"]["bytes"]
         assert report["rows"] == {
             "chosen": 5,
-            "applied": 0,
+            "applied": 5,
             "nonfinite": 0,
-            "deferred": 5,
+            "deferred": 0,
             "waiting": 0,
             "oldest_waiting": 0,
         }

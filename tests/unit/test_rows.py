@@ -51,6 +51,15 @@ def selection_of(index: Sequence[Sequence[int]], count: Sequence[int]) -> RowSel
     return RowSelection.unranked(torch.tensor(index, dtype=torch.int64).view(len(count), -1), counts, counts[None])
 
 
+def accumulate(
+    momentum: Sequence[Tensor], gradients: Sequence[Tensor | None], *, maximize: bool, proceed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Scores, and how many rows of each gradient were left out, counted from a start above 0."""
+    left_out = torch.arange(len(momentum)) + 3
+    scores = accumulate_(momentum, gradients, left_out, maximize=maximize, proceed=proceed)
+    return scores, left_out - torch.arange(len(momentum)) - 3
+
+
 def some_selection() -> RowSelection:
     """Of three matrices of six rows: two rows, all four offered, none."""
     return selection_of([[1, 4, 0, 2], [0, 2, 3, 5], [0, 1, 2, 3]], [2, 4, 0])
@@ -98,7 +107,7 @@ def test_accumulate_equals_a_loop(dtype: torch.dtype, other: torch.dtype, stride
             rows.append(row.to(dtype))
         expected.append(torch.stack(rows))
     kept = [gradient.clone() for gradient in gradients]
-    scores, left_out = accumulate_(momentum, gradients, maximize=maximize, proceed=TRUE)
+    scores, left_out = accumulate(momentum, gradients, maximize=maximize, proceed=TRUE)
     for state, want, gradient, before in zip(momentum, expected, gradients, kept, strict=True):
         assert_same_bits(state, want)
         assert_same_bits(gradient, before)
@@ -110,7 +119,7 @@ def test_accumulate_equals_a_loop(dtype: torch.dtype, other: torch.dtype, stride
 
 def test_accumulate_without_gradients() -> None:
     momentum, before, gradients = batch(1), batch(1), [None, randn(2, *SHAPE), None]
-    scores, left_out = accumulate_(momentum, gradients, maximize=False, proceed=TRUE)
+    scores, left_out = accumulate(momentum, gradients, maximize=False, proceed=TRUE)
     assert [torch.equal(*pair) for pair in zip(momentum, before, strict=True)] == [True, False, True]
     torch.testing.assert_close(scores, torch.stack([state.abs().sum(1) for state in momentum]))
     assert left_out.tolist() == [0, 0, 0]
@@ -120,14 +129,14 @@ def test_accumulate_that_may_not_proceed_moves_nothing() -> None:
     momentum, gradients = batch(1), batch(2)
     gradients[0][1, 1] = torch.nan
     before = [state.clone() for state in momentum]
-    _, left_out = accumulate_(momentum, gradients, maximize=False, proceed=torch.tensor(False))
+    _, left_out = accumulate(momentum, gradients, maximize=False, proceed=torch.tensor(False))
     assert all(torch.equal(*pair) for pair in zip(momentum, before, strict=True))
     assert left_out.tolist() == [1, 0, 0]
 
 
 def test_the_score_is_that_of_the_rounded_momentum() -> None:
     momentum = torch.ones(1, 4, dtype=torch.bfloat16)
-    scores, _ = accumulate_([momentum], [torch.full((1, 4), 2.0**-9)], maximize=False, proceed=TRUE)
+    scores, _ = accumulate([momentum], [torch.full((1, 4), 2.0**-9)], maximize=False, proceed=TRUE)
     assert scores.tolist() == [[4.0]]
 
 
@@ -136,11 +145,11 @@ def test_scores_depend_on_the_row_alone(dtype: torch.dtype) -> None:
     """Not on strides, on the other rows, nor on how many there are: what makes choices independent of W."""
     columns = 1037
     whole = randn(1, 40, columns, dtype=dtype)
-    expected, _ = accumulate_([whole], [None], maximize=False, proceed=TRUE)
+    expected, _ = accumulate([whole], [None], maximize=False, proceed=TRUE)
     for start, rows in [(0, 1), (3, 2), (7, 5), (0, 40)]:
         for strides in STRIDES:
             shard = randn(1, 40, columns, dtype=dtype, strides=strides)[start : start + rows]
-            scores, _ = accumulate_([shard], [None], maximize=False, proceed=TRUE)
+            scores, _ = accumulate([shard], [None], maximize=False, proceed=TRUE)
             assert_same_bits(scores[0], expected[0, start : start + rows])
 
 
@@ -264,7 +273,7 @@ def test_decay_and_update_are_rounded_once() -> None:
 @pytest.mark.parametrize("shape", [(0, 5), (6, 5)], ids=["no rows", "no slots"])
 def test_nothing_here(shape: tuple[int, int]) -> None:
     momentum, gradients = [randn(1, *shape)] * 2, [randn(2, *shape)] * 2
-    scores, left_out = accumulate_(momentum, gradients, maximize=False, proceed=TRUE)
+    scores, left_out = accumulate(momentum, gradients, maximize=False, proceed=TRUE)
     assert scores.shape == (2, shape[0])
     assert left_out.tolist() == [0, 0]
     selection = selection_of([[], []], [0, 0])

@@ -1,6 +1,7 @@
 """Row choice against loops, with every rank simulated: counts, ties, scattered layouts, agreement of ranks."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def select_everywhere(
         layout = layout_of(holders, rank, size, 1)
         if selector.needs_all_scores:
             pieces = [local_scores(scores, holders, each).flatten() for each in range(size)]
-            known = whole_scores(local_scores(scores, holders, rank), pieces, RowTables(layout, CPU))
+            starts = tuple(accumulate(map(len, pieces), initial=0))[:-1]
+            known = whole_scores(local_scores(scores, holders, rank), torch.cat(pieces), starts, RowTables(layout, CPU))
         else:
             known = local_scores(scores, holders, rank)
         selections.append(selector.select(known, RowTables(layout, CPU), torch.tensor(active)))
@@ -173,14 +175,14 @@ def test_counts_of_the_formula() -> None:
 def test_whole_scores_of_split_columns_add_up() -> None:
     layout = split_layout(fake_group(1, 3), Axis.COLUMNS, (2, 6)).stack(2)
     pieces = [torch.tensor([1.0, 2.0, 3.0, 4.0]) * 10**rank for rank in range(3)]
-    whole = whole_scores(pieces[1].view(2, 2), pieces, RowTables(layout, CPU))
+    whole = whole_scores(pieces[1].view(2, 2), torch.cat(pieces), (0, 4, 8), RowTables(layout, CPU))
     assert whole.tolist() == [[111.0, 222.0], [333.0, 444.0]]
 
 
 def test_a_row_that_one_rank_of_split_columns_leaves_out_comes_last() -> None:
     layout = split_layout(fake_group(0, 2), Axis.COLUMNS, (3, 2))
     pieces = [torch.tensor([SKIPPED_SCORE, 0.0, 1.0]), torch.tensor([50.0, 0.0, SKIPPED_SCORE])]
-    whole = whole_scores(pieces[0].view(1, 3), pieces, RowTables(layout, CPU))
+    whole = whole_scores(pieces[0].view(1, 3), torch.cat(pieces), (0, 3), RowTables(layout, CPU))
     assert whole.tolist() == [[SKIPPED_SCORE, 0.0, SKIPPED_SCORE]]
 
 
@@ -188,4 +190,4 @@ def test_a_row_that_one_rank_of_split_columns_leaves_out_comes_last() -> None:
 def test_whole_scores_where_nothing_is_split(axis: Axis) -> None:
     layout = split_layout(fake_group(0, 2), axis, (3, 2))
     scores = torch.tensor([[3.0, 1.0, 2.0]])
-    assert whole_scores(scores, [], RowTables(layout, CPU)) is scores
+    assert whole_scores(scores, scores, (), RowTables(layout, CPU)) is scores

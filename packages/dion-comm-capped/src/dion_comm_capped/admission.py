@@ -13,7 +13,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dion_comm_capped.pool import Chunks, PoolTables
 from dion_core.rows import RowSelection
+
+
+def admit(selection: RowSelection, tables: PoolTables, chunks: Chunks, *, max_wait: int) -> RowSelection:
+    """The selection with only the entries that their owner's pool has room for: see `strongest` and `keep`."""
+    return keep(selection, strongest(selection, tables.owner, chunks.capacity, max_wait=max_wait))
 
 
 def strongest(selection: RowSelection, owner: Tensor, capacity: Tensor, *, max_wait: int) -> Tensor:

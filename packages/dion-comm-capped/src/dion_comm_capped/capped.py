@@ -15,18 +15,30 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dion_comm_capped.admission import keep, strongest
 from dion_comm_capped.budgets import LearnedBudgets, fixed_budgets
-from dion_comm_capped.pool import Budgets, OwnerTables, PoolPlan, SenderTables, offered_rows
+from dion_comm_capped.ops import admit, read_headers, rows_by_pair, slots, write_headers_
+from dion_comm_capped.pool import COUNT_BYTES, Budgets, PoolPlan, PoolTables
 from dion_core.layout import Axis
 from dion_core.newton_schulz import Orthogonalizer
-from dion_core.packing import SlotExchange, SlotPlan, collect, compact, spread
+from dion_core.ops import collect, spread
+from dion_core.packing import SlotExchange, SlotPlan
 from dion_core.rows import Rows, RowSelection
 from dion_core.steps import Steps, done
 from dion_core.transport import Bucket, Exchange, Scope, Session, Traffic, Transport
 
 DELAY = 8
-"""Steps between the copy of the counts and their use, when the copy is normally long done."""
+"""Steps from those that were counted to the first that uses the counts, when their copy is normally long done."""
+
+
+@dataclass(frozen=True)
+class PooledRows(Rows):
+    """Rows in the send buffer.
+
+    Attributes:
+        back: (N, K) int64, the row of each entry among those that come back.
+    """
+
+    back: Tensor
 
 
 class PooledExchange(Exchange):
@@ -35,83 +47,54 @@ class PooledExchange(Exchange):
     def __init__(self, bucket: Bucket, options: Capped) -> None:
         self.bucket = bucket
         self._options = options
-        ranks = range(bucket.group.size)
+        self.tables = PoolTables.of(bucket)
         # Until budgets are known every slot is sent.
-        self.use([[offered_rows(bucket, source, owner) for owner in ranks] for source in ranks])
-        self.owner = torch.tensor(bucket.owners, dtype=torch.int64, device=bucket.device)
+        self.use(bucket.offered_by_pair)
 
     def use(self, budgets: Budgets) -> None:
         """Takes new budgets, alike on every rank at the same step."""
         self.plan = PoolPlan(self.bucket, budgets, self._options.always_pack)
-        self._sender, self._receiver = SenderTables(self.plan), OwnerTables(self.plan)
+        self._to_owners, self._from_sources = self.plan.chunks()
 
     def admit(self, selection: RowSelection) -> RowSelection:
-        capacity, max_wait = self._sender.capacity, self._options.max_wait
-        return keep(selection, strongest(selection, self.owner, capacity, max_wait=max_wait))
+        return admit(selection, self.tables, self._to_owners, max_wait=self._options.max_wait)
 
     def reserve(self, selection: RowSelection) -> Rows:
-        sent, _ = self.plan.forward_rows()
+        bucket, sent, returned = self.bucket, sum(self.plan.forward_rows[0]), sum(self.plan.back_rows[0])
+        slot, back = slots(selection, self.tables, self._to_owners, sent_rows=sent, returned_rows=returned)
         # One row more than is sent takes what is not admitted.
-        values = torch.empty(sum(sent) + 1, self.bucket.shape[1], dtype=self.bucket.dtype, device=self.bucket.device)
-        return Rows(values, self._slots(selection, self._sender.forward_first, sum(sent)))
+        values = torch.empty(sent + 1, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
+        return PooledRows(values, slot, back)
 
     def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
-        group, columns, total = self.bucket.group, self.bucket.shape[1], self.bucket.total_rows
-        self._write_header(rows.values, selection.count)
-        sent, received = ([size * columns for size in sizes] for sizes in self.plan.forward_rows())
+        assert isinstance(rows, PooledRows)
+        bucket, group, columns = self.bucket, self.bucket.group, self.bucket.shape[1]
+        write_headers_(rows.values, selection.count, self.tables, self._to_owners)
+        sent, received = ([size * columns for size in sizes] for sizes in self.plan.forward_rows)
         # A few elements more, so that a count is read even where no pair has a header.
-        arrived = rows.values.new_empty(sum(received) + 4)
-        handle = group.all_to_all(arrived[:-4], rows.values[:-1].flatten(), received, sent)
+        arrived = rows.values.new_empty(sum(received) + COUNT_BYTES)
+        handle = group.all_to_all(arrived[:-COUNT_BYTES], rows.values[:-1].flatten(), received, sent)
         yield
         handle.wait()
-        count, before = self._read_header(arrived, selection.count_by_rank)
-        source, valid = compact(count, self._receiver.forward_first + before, total)
-        results = orthogonalizer(collect(arrived[:-4].view(-1, columns), source, valid))
-        returned_rows, sent_rows = self.plan.back_rows()
-        place, _ = compact(count, self._receiver.back_first + before, total)
-        back = spread(results, place, valid, sum(sent_rows))
+        limits = {"max_rows": bucket.max_rows, "total_rows": bucket.total_rows}
+        count, start, back_start = read_headers(
+            arrived, selection.count_by_rank, self.tables, self._from_sources, **limits
+        )
+        results = orthogonalizer(collect(arrived[:-COUNT_BYTES].view(-1, columns), count, start, bucket.total_rows))
+        returned_rows, sent_rows = self.plan.back_rows
+        back = spread(results, count, back_start, sum(sent_rows))
         returned = rows.values.new_empty(sum(returned_rows) + 1, columns)
         sizes = [size * columns for size in returned_rows], [size * columns for size in sent_rows]
         handle = group.all_to_all(returned[:-1].flatten(), back, *sizes)
         yield
         handle.wait()
-        return Rows(returned, self._slots(selection, self._sender.back_first, sum(returned_rows)))
+        return Rows(returned, rows.back)
 
     def traffic(self) -> Traffic:
         row_bytes = self.bucket.shape[1] * self.bucket.dtype.itemsize
-        sent, _ = self.plan.forward_rows()
-        _, sent_back = self.plan.back_rows()
+        (sent, _), (_, sent_back) = self.plan.forward_rows, self.plan.back_rows
         forward, back = (tuple(size * row_bytes for size in sizes) for sizes in (sent, sent_back))
         return Traffic(forward, back, collectives=2)
-
-    def _slots(self, selection: RowSelection, first: Tensor, nowhere: int) -> Tensor:
-        start = first + self._sender.offsets(selection.count)
-        place = torch.arange(selection.index.shape[1], device=start.device)
-        return torch.where(selection.valid(), start[:, None] + place, nowhere)
-
-    def _write_header(self, values: Tensor, count: Tensor) -> None:
-        """Writes the counts, bit-cast, in front of the rows; bytes are copied, so no value can become a NaN."""
-        packed = self._sender.packed
-        counts = count.to(torch.int32).view(torch.uint8).view(-1, 4)
-        # Where a pair is not packed there is no header: its count goes to the row that is not sent.
-        spare = values.shape[0] * values.shape[1] * values.element_size() - 4
-        spare_bytes = torch.arange(4, device=values.device) + spare
-        place = torch.where(packed[:, None], self._sender.header_place, spare_bytes)
-        values.view(torch.uint8).flatten().index_copy_(0, place.flatten(), counts.flatten())
-
-    def _read_header(self, arrived: Tensor, count_by_rank: Tensor) -> tuple[Tensor, Tensor]:
-        """(W, B) rows of every source and matrix, clipped so that none lies outside its chunk or matrix.
-
-        And (W, B) rows before them in the chunk, as the sender laid them out.
-        """
-        tables = self._receiver
-        told = arrived.view(torch.uint8)[tables.header_place.flatten()].view(torch.int32).long()
-        known = count_by_rank.index_select(1, tables.owned)
-        told = torch.where(tables.packed, told.view(known.shape), known).clamp(0, self.bucket.max_rows)
-        end = told.cumsum(1)
-        count = end.minimum(tables.capacity).diff(dim=1, prepend=torch.zeros_like(end[:, :1]))
-        count = count.cumsum(0).clamp(max=self.bucket.total_rows).diff(dim=0, prepend=torch.zeros_like(count[:1]))
-        return count, torch.where(tables.packed, end - told, tables.slot_start)
 
 
 class CappedSession(Session):
@@ -131,6 +114,7 @@ class CappedSession(Session):
         self._stretched = False
         self.host_reads = 1 if options.on_overflow == "varlen" and self._pooled else 0
         self._copies: deque[_Copy] = deque()
+        self._needed: Tensor | None = None
         if options.capacity != "learned":
             self._apply(self._budgets)
 
@@ -141,14 +125,25 @@ class CappedSession(Session):
             if isinstance(exchange, PooledExchange)
         ]
         if pooled:
-            needed = torch.cat([_by_pair(exchange, selection).flatten() for exchange, selection in pooled])
+            counts = [selection.count_by_rank for _, selection in pooled]
+            needed = rows_by_pair(counts, [exchange.tables.owner for exchange, _ in pooled])
             if self._stretched:
                 self._apply(self._budgets)
             if self._options.capacity == "learned":
-                self._learn(needed)
+                self._count(needed)
             if self._options.on_overflow == "varlen":
                 self._stretch(needed.tolist())
         return done(None)
+
+    def end(self) -> None:
+        if self._needed is None:
+            return
+        self._copies.append(_Copy(self._needed))
+        if len(self._copies) == DELAY:
+            copy = self._copies.popleft()
+            self.host_waits += not copy.arrived
+            if self._learned.observe(copy.values()):
+                self._apply(self._learned.budgets)
 
     def state_dict(self) -> dict[str, Any]:
         """The learned budgets and the counts that are still to be used. Waits for the device."""
@@ -167,17 +162,12 @@ class CappedSession(Session):
         if self._learned.started:
             self._apply(self._learned.budgets)
 
-    def _learn(self, needed: Tensor) -> None:
-        if not self._learned.started:  # the first step that was not skipped: the one host read
-            if self._learned.observe(needed.cpu()):
-                self._apply(self._learned.budgets)
-            return
-        self._copies.append(_Copy(needed))
-        if len(self._copies) > DELAY:
-            copy = self._copies.popleft()
-            self.host_waits += not copy.arrived
-            if self._learned.observe(copy.values()):
-                self._apply(self._learned.budgets)
+    def _count(self, needed: Tensor) -> None:
+        """Keeps the counts of this step for `end`, or sets the first budgets by them."""
+        if self._learned.started:
+            self._needed = needed  # a replayed step writes to the same tensor
+        elif self._learned.observe(needed.cpu()):  # the first step that was not skipped: the one host read
+            self._apply(self._learned.budgets)
 
     def _stretch(self, needed: Sequence[int]) -> None:
         """Lengthens the messages of this one step where the budgets are too low, so that nothing is deferred."""
@@ -198,6 +188,7 @@ class CappedSession(Session):
         return fixed_budgets(exchange.bucket, pinned)
 
     def _apply(self, of_all: Sequence[int]) -> None:
+        self.sizes += 1
         budgets = list(of_all)
         for exchange in self._pooled:
             size = exchange.bucket.group.size
@@ -231,13 +222,6 @@ class _Copy:
         if self._event is not None:
             self._event.synchronize()
         return self._host
-
-
-def _by_pair(exchange: PooledExchange, selection: RowSelection) -> Tensor:
-    """(W, W) int64: rows chosen by source and owner."""
-    count = selection.count_by_rank
-    pairs = count.new_zeros(len(count), len(count))
-    return pairs.index_add_(1, exchange.owner, count)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from dion_core.builtin import LocalExchange, ReplicatedExchange
 from dion_core.layout import Axis, Layout, RowTables
 from dion_core.newton_schulz import Orthogonalizer, orthogonalizer
-from dion_core.ownership import assign_owners, newton_schulz_cost
-from dion_core.placements import local_tensor
+from dion_core.ownership import assign_owners, cut, newton_schulz_cost
+from dion_core.placements import local_part, local_tensor
 from dion_core.presence import Presence
 from dion_core.registry import Choice, check_axes
 from dion_core.rules import Rule, selector, update_scale
@@ -51,19 +51,23 @@ class Member:
             return None
         if gradient.layout is not torch.strided:
             raise ValueError(f"{self.name}: a gradient of layout {gradient.layout} is not supported, only strided ones")
-        given, wanted = (getattr(tensor, "placements", "of a plain tensor") for tensor in (gradient, parameter))
-        if given != wanted:
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            elsewhere = gradient.placements != parameter.placements
+        else:
+            elsewhere = isinstance(gradient, DTensor) or isinstance(parameter, DTensor)
+        if elsewhere:
+            given, wanted = (getattr(tensor, "placements", "of a plain tensor") for tensor in (gradient, parameter))
             raise ValueError(
                 f"{self.name}: the gradient has placements {given}, the parameter {wanted}: redistribute it first"
             )
-        return local_tensor(gradient)
+        return local_part(gradient)
 
 
 @dataclass
 class MatrixBucket:
     """A bucket with the parameters in it, how they are updated, and what happened to them so far.
 
-    `chosen`, `applied` and `nonfinite` are 0-dim int64 counters of rows on the device.
+    `chosen`, `refused` and `nonfinite` count rows by matrix, (N,) int64 on the device.
     """
 
     bucket: Bucket
@@ -75,12 +79,12 @@ class MatrixBucket:
     may_defer: bool
     exchange: Exchange
     chosen: Tensor = field(init=False)
-    applied: Tensor = field(init=False)
+    refused: Tensor = field(init=False)
     nonfinite: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        zeros = torch.zeros(3, dtype=torch.int64, device=self.bucket.device)
-        self.chosen, self.applied, self.nonfinite = zeros.unbind()
+        zeros = torch.zeros(3, self.bucket.num_matrices, dtype=torch.int64, device=self.bucket.device)
+        self.chosen, self.refused, self.nonfinite = zeros.unbind()
 
     @cached_property
     def tables(self) -> RowTables:
@@ -178,7 +182,11 @@ def make_buckets(
     by_key: dict[Hashable, list[tuple[_Draft, int]]] = {}
     for draft, owner in zip(drafts, owners, strict=True):
         by_key.setdefault(draft.key, []).append((draft, owner))
-    buckets = [_bucket(entries, rule, choice) for entries in by_key.values()]
+    buckets = [
+        _bucket(part, rule, choice)
+        for entries in by_key.values()
+        for part in _parts(entries, loads[entries[0][0].layout.group.ranks])
+    ]
     buckets.sort(key=lambda bucket: not needs_transport(bucket.bucket.layout))
     if choice is not None:
         check_axes(choice, [b.bucket for b in buckets if needs_transport(b.bucket.layout)])
@@ -193,6 +201,15 @@ def _selector(options: Mapping[str, Any], layout: Layout, rule: Rule, choice: Ch
         scope = scope or choice.transport.default_scope
     slack = choice.transport.local_slack() if choice is not None else None
     return selector(scope or "global", float(options["fraction"]), layout.axis, slack)
+
+
+def _parts(entries: Sequence[tuple[_Draft, int]], load: Sequence[int]) -> list[list[tuple[_Draft, int]]]:
+    """The matrices that are updated together, in parts of which none takes too much of a rank's time."""
+    parts: dict[int, list[tuple[_Draft, int]]] = {}
+    places = cut([owner for _, owner in entries], entries[0][0].cost, load)
+    for entry, place in zip(entries, places, strict=True):
+        parts.setdefault(place, []).append(entry)
+    return [parts[place] for place in sorted(parts)]
 
 
 def _name(entries: Sequence[tuple[_Draft, int]]) -> str:

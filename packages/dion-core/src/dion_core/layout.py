@@ -117,10 +117,31 @@ class RowTables:
         """
         return self._position(self.layout.group.rank)
 
+    def place_in(self, starts: tuple[int, ...]) -> Tensor:
+        """(N, R) int64: the place of every row in a buffer where each rank's (N, R local) values begin at starts[rank].
+
+        Only for matrices whose rows are split. Kept, since it is the same in every step.
+        """
+        if starts not in self._places:
+            num_matrices, rows = self.layout.num_matrices, self.layout.shape[0]
+            table = torch.empty(num_matrices * rows + 1, dtype=torch.int64, device=self.device)
+            for rank, start in enumerate(starts):
+                position = self._position(rank).flatten()
+                table[position] = start + torch.arange(len(position), device=self.device)
+            self._places[starts] = table[:-1].view(num_matrices, rows)
+        return self._places[starts]
+
     @cached_property
-    def gathered_position(self) -> Tensor:
-        """(sum of N * R local over ranks,) int64: `position` of every rank, flattened, in rank order."""
-        return torch.cat([self._position(rank).flatten() for rank in range(self.layout.group.size)])
+    def _places(self) -> dict[tuple[int, ...], Tensor]:
+        return {}
+
+    @cached_property
+    def every_row(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(N, R local) each: the numbers of this rank's rows (int64), ones (fp32), and zeros (int32)."""
+        shape = (self.layout.num_matrices, self.layout.max_rows(self.layout.group.rank))
+        numbers = torch.arange(shape[1], device=self.device).expand(shape).contiguous()
+        zeros = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        return numbers, torch.ones(shape, device=self.device), zeros
 
     @cached_property
     def rank_of_row(self) -> Tensor:

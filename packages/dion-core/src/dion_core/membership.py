@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dion_core.collectives import Group, SoloGroup, TorchGroup
+from dion_core.collectives import Group, SoloGroup, group_of
 from dion_core.placements import local_tensor, mesh_group
 
 ProcessGroupLike = ProcessGroup | DeviceMesh | None
@@ -25,7 +25,7 @@ def replica_group(group: ProcessGroupLike) -> Group:
         return mesh_group(group)
     if not isinstance(group, ProcessGroup):
         raise TypeError(f"group={group!r} is not allowed: None, a ProcessGroup or a DeviceMesh")
-    replicas = TorchGroup(group)
+    replicas = group_of(group)
     return replicas if replicas.size > 1 else SoloGroup()
 
 

@@ -276,7 +276,7 @@ def _import_kernels() -> ModuleType | None:
             stacklevel=4,
         )
         return None
-    from dion_core.kernels import iteration
+    from dion_core.newton_schulz_kernels import iteration
 
     return iteration
 

@@ -1,7 +1,7 @@
 """What is done to the orthogonalized rows before they are applied: nothing, or NorMuon's normalization.
 
 A normalizer gives one factor a row; the rows themselves are read again only where they are applied.
-Legend: N matrices, R local rows, C columns, K slots a matrix, W ranks, T chosen rows of a whole matrix.
+Legend: N matrices, R local rows, K slots a matrix.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from torch import Tensor
 
 from dion_core.collectives import split
 from dion_core.layout import Axis
-from dion_core.packing import compact
-from dion_core.rows import Rows, RowSelection, accumulation_dtype, sums_of_squares
+from dion_core.neurons import message_lengths
+from dion_core.ops import neuron_factors_, neuron_factors_of_rows_, neuron_scale, sums_of_squares
+from dion_core.rows import Rows, RowSelection, accumulation_dtype
 from dion_core.steps import Steps
 from dion_core.transport import Bucket
-
-NEURON_EPSILON = 1e-8
-"""Added to the root of the second moment (Li et al. 2025, NorMuon)."""
 
 
 class Normalizer(Protocol):
@@ -78,30 +76,24 @@ class NeuronNormalizer:
         *,
         beta2: float | Tensor,
     ) -> Steps[Tensor]:
-        before = yield from _over_columns(sums_of_squares(rows, selection), bucket)
-        valid = selection.valid()
-        factors = []
-        for matrix, state in enumerate(second_moment):
-            offered = min(selection.index.shape[1], state.shape[0])
-            index = selection.index[matrix, :offered]
-            old = state[:, 0].index_select(0, index)
-            mean = (before[matrix, :offered] / bucket.shape[1]).to(old.dtype)
-            new = torch.where(valid[matrix, :offered], old * beta2 + mean * (1 - beta2), old)
-            state[:, 0].index_copy_(0, index, new)
-            factor = before.new_zeros(selection.index.shape[1])
-            factor[:offered] = (new.to(before.dtype).sqrt() + NEURON_EPSILON).reciprocal()
-            factors.append(factor)
-        factor = torch.stack(factors)
-        after = torch.where(valid, before * factor.square(), 0)
-        total_before, total_after = yield from _over_rows(torch.stack([before, after]), selection, bucket)
-        ratio = torch.where(total_after > 0, (total_before / total_after).sqrt(), 1)
-        return factor * ratio[:, None]
+        columns = bucket.shape[1]
+        if bucket.layout.axis is Axis.COLUMNS:
+            sums = yield from _over_columns(sums_of_squares(rows, selection), bucket)
+            factor, message = neuron_factors_(second_moment, selection, sums, columns=columns, beta2=beta2)
+        else:
+            factor, message = neuron_factors_of_rows_(second_moment, selection, rows, columns=columns, beta2=beta2)
+        if bucket.layout.axis is not Axis.ROWS:  # this rank has all rows
+            slots = factor.shape[1]
+            return neuron_scale(factor, message, slots=[slots], first_slot=bucket.first_slot[:1], total=slots)
+        # The counts travel along: how many rows another rank was admitted is known to that rank alone.
+        gathered = yield from _gather(message, bucket)
+        return neuron_scale(
+            factor, gathered, slots=bucket.slots_by_rank, first_slot=bucket.first_slot, total=bucket.total_rows
+        )
 
 
 def _over_columns(sums: Tensor, bucket: Bucket) -> Steps[Tensor]:
-    """(N, K) sums over whole rows: where columns are split, the sum of all ranks' sums, in rank order."""
-    if bucket.layout.axis is not Axis.COLUMNS:
-        return sums
+    """(N, K) sums over whole rows: the sum of all ranks' sums, in rank order."""
     group = bucket.group.named(f"row statistics of {bucket.name}")
     gathered = sums.new_empty(group.size, sums.numel())
     handle = group.all_gather(gathered.unbind(), sums.flatten())
@@ -110,22 +102,12 @@ def _over_columns(sums: Tensor, bucket: Bucket) -> Steps[Tensor]:
     return gathered.sum(dim=0).view(sums.shape)
 
 
-def _over_rows(values: Tensor, selection: RowSelection, bucket: Bucket) -> Steps[Tensor]:
-    """(2, N) sums over the rows of whole matrices, in global row order, of (2, N, K) values of this rank."""
-    if bucket.layout.axis is not Axis.ROWS:
-        return values.sum(dim=2)
-    num_matrices = bucket.num_matrices
+def _gather(message: Tensor, bucket: Bucket) -> Steps[Tensor]:
+    """The messages of all ranks, flat, by rank."""
     group = bucket.group.named(f"row statistics of {bucket.name}")
-    # The counts travel along: how many rows another rank was admitted is known to that rank alone.
-    message = torch.cat([selection.count.to(values.dtype), values.flatten()])
-    lengths = [num_matrices * (1 + 2 * slots) for slots in bucket.slots_by_rank]
-    gathered = values.new_empty(sum(lengths))
-    pieces = split(gathered, lengths)
-    handle = group.all_gather(pieces, message)
+    lengths = message_lengths(bucket.num_matrices, bucket.slots_by_rank)
+    gathered = message.new_empty(sum(lengths))
+    handle = group.all_gather(split(gathered, lengths), message)
     yield
     handle.wait()
-    count_by_rank = torch.stack([piece[:num_matrices] for piece in pieces]).long()
-    by_row = torch.cat([piece[num_matrices:].view(2, num_matrices, -1) for piece in pieces], dim=2)
-    # Every rank holds its first count values; compacted they stand in global row order, whatever W is.
-    source, valid = compact(count_by_rank, bucket.first_slot, bucket.total_rows)
-    return torch.where(valid, by_row.gather(2, source.expand(2, -1, -1)), 0).sum(dim=2)
+    return gathered

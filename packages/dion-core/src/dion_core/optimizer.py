@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dion_core.buckets import Member
+from dion_core.capture import StepGraph, check_capturable, form
 from dion_core.elementwise import adamw_, lion_
 from dion_core.membership import check_same_group, check_same_ranks, listed, replica_group, stepping_group
+from dion_core.operands import Operands, Rates, StepOperands
 from dion_core.options import STRUCTURAL, check_group, check_options, check_parameter, warn_of_group
-from dion_core.pipeline import step_matrices
+from dion_core.pipeline import agree_on_rows, step_matrices
 from dion_core.placements import local_tensor, row_state_like
 from dion_core.plan import Plan, make_plan
 from dion_core.preflight import compare_plans, report_failure
@@ -59,7 +61,8 @@ class MatrixOptimizer(Optimizer):
         self._plan: Plan | None = None
         self._identities: list[tuple[int, ...]] = []
         self._past: list[int] = [0, 0, 0]
-        self._num_steps = 0
+        self._num_plans, self._num_steps = 0, 0
+        self._graph: StepGraph | None = None
         self._warned = False
         entries = [dict(entry) if isinstance(entry, dict) else entry for entry in listed(params)]
         self._group, self._device = stepping_group(entries, self._replicas)
@@ -92,22 +95,71 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         plan = self._current_plan()
+        gradients = self._gradients(plan)
+        if not self._warned and all(gradient is None for gradient in gradients):
+            logger.warning("a step found no gradient here; was the optimizer built before the model was sharded?")
+            self._warned = True
+        if self._graph is not None:
+            if getattr(self, "found_inf", None) is not None or getattr(self, "grad_scale", None) is not None:
+                raise ValueError("a captured step cannot serve a loss scaler: call release() first")
+            gradients = self._graph.gradients(plan, gradients)
+        of_buckets = [[gradients[member.number] for member in bucket.members] for bucket in plan.buckets]
+        operands = self._operands.of_step(self.state, agree_on_rows(plan.buckets, of_buckets, self.state))
+        rates = self._rates.of_step()
+
+        def work() -> None:
+            self._launch(plan, gradients, operands, rates)
+
+        if self._graph is None:
+            work()
+        else:
+            self._graph.run(work, (self._num_plans, form(plan, operands, self.state)))
+        if plan.session is not None:
+            plan.session.end()
+        self._num_steps += 1
+        return loss
+
+    def capture(self) -> None:
+        """Makes the steps that follow replays of one CUDA graph: the next one runs as it is, then one is captured.
+
+        Learning rate, weight decay, momentum and beta2 may change from step to step. Whatever else changes (another
+        option, a group, message sizes of a transport that learns) is noticed, and the step captured anew. A graph keeps
+        the memory that a step needs until `release`, which is to be called before process groups are destroyed.
+
+        Raises:
+            ValueError: something cannot be captured, by name: a parameter that is not on a GPU, a transport that
+                reads on the host, matrices split by columns, nonfinite="skip". A later step raises it for a
+                parameter without a gradient and for a loss scaler.
+        """
+        check_capturable(self._current_plan(), nonfinite=self._nonfinite)
+        if self._graph is None:
+            self._graph = StepGraph()
+
+    def release(self) -> None:
+        """Ends `capture` and frees the graph with its memory; steps run as they are again."""
+        if self._graph is not None:
+            self._graph.release()
+            self._graph = None
+
+    def _launch(
+        self,
+        plan: Plan,
+        gradients: Sequence[Tensor | None],
+        operands: Sequence[Operands],
+        rates: Sequence[float | Tensor],
+    ) -> None:
+        """All work on the device."""
         presence = Presence(
-            self._gradients(plan),
+            gradients,
             self._group,
             self._device,
             skip_nonfinite=self._nonfinite == "skip",
             found_inf=getattr(self, "found_inf", None),
         )
-        if not self._warned and all(gradient is None for gradient in presence.gradients):
-            logger.warning("a step found no gradient here; was the optimizer built before the model was sharded?")
-            self._warned = True
-        step_matrices(plan, self.state, presence)
-        for group in plan.elementwise:
-            self._step_elementwise(group, presence)
-        self._num_steps += 1
+        step_matrices(plan, operands, presence)
+        for members, rate in zip(plan.elementwise, rates, strict=True):
+            self._step_elementwise(members, presence, rate)
         self._skipped += presence.skipped
-        return loss
 
     def _gradients(self, plan: Plan) -> list[Tensor | None]:
         """This rank's gradients, divided by the scale of a loss scaler that has not done so itself."""
@@ -257,6 +309,8 @@ class MatrixOptimizer(Optimizer):
         if self._plan is not None:
             self._past = [past + count for past, count in zip(self._past, self._plan.row_counts(), strict=True)]
         self._plan = plan
+        self._operands, self._rates = StepOperands(plan.buckets), Rates(plan.elementwise)
+        self._num_plans += 1
         self._structure = [_structure(group) for group in self.param_groups]
         self._identities = [_identity(group) for group in self.param_groups]
 
@@ -283,13 +337,13 @@ class MatrixOptimizer(Optimizer):
         assert self._plan is not None
         return self._plan
 
-    def _step_elementwise(self, members: Sequence[Member], presence: Presence) -> None:
+    def _step_elementwise(self, members: Sequence[Member], presence: Presence, rate: float | Tensor) -> None:
         options = members[0].group
         parameters = [local_tensor(member.parameter) for member in members]
         gradients = [presence.gradients[member.number] for member in members]
         states = [_local_state(self.state[member.parameter]) for member in members]
         active = [presence.masks[member.number].to(parameters[0].device) for member in members]
-        common = {key: options[key] for key in ("lr", "betas", "weight_decay", "maximize")}
+        common = {key: options[key] for key in ("betas", "weight_decay", "maximize")} | {"lr": rate}
         if options["algorithm"] == "adamw":
             adamw_(parameters, gradients, states, active, epsilon=options["epsilon"], **common)
         else:

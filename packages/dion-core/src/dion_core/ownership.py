@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 
 from dion_core.collectives import Group
+
+PARTS = 4
+"""A bucket that holds more than this part of a rank's work is cut, so that its messages overlap with its work."""
+SMALLEST_PART = 2 * 5120**3
+"""Work of a rank (see `newton_schulz_cost`) below which a cut costs a GPU more in idle processors than it saves."""
 
 
 def newton_schulz_cost(rows: int, columns: int) -> int:
@@ -35,3 +42,26 @@ def assign_owners(costs: Sequence[int], groups: Sequence[Group]) -> tuple[list[i
         owners[matrix] = owner
         load[owner] += costs[matrix]
     return owners, loads
+
+
+def cut(owners: Sequence[int], cost: int, load: Sequence[int]) -> list[int]:
+    """The part of a bucket that each matrix goes to, 0 for those of a bucket that stays whole.
+
+    Messages of one part are under way while another is worked on, and only two parts hold buffers at a time. Every
+    owner has about as many matrices in each part.
+
+    Args:
+        owners: of the matrices of one shape.
+        cost: of one of them.
+        load: of every rank, all buckets together.
+    """
+    limit = max(max(load) / PARTS, SMALLEST_PART)
+    owned = Counter(owners)
+    most = max(owned.values())
+    parts = min(math.ceil(most * cost / limit), most)
+    seen: Counter[int] = Counter()
+    places = []
+    for owner in owners:
+        places.append(seen[owner] * parts // owned[owner])
+        seen[owner] += 1
+    return places

@@ -11,7 +11,8 @@ assembled matrix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -22,12 +23,31 @@ from torch import Tensor
 from dion_core.collectives import split
 from dion_core.layout import Axis
 from dion_core.newton_schulz import Orthogonalizer
+from dion_core.ops import collect, spread
 from dion_core.rows import Rows, RowSelection
 from dion_core.steps import Steps
 from dion_core.transport import Bucket, Exchange, Traffic
 
 SlotRule = Callable[[int, int], int]
 """How many slots (rank, matrix) has."""
+
+
+def on_device(tables: Iterable[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Each table as (length,) int64 on the device, all brought there by one copy that the host does not wait for."""
+    numbers, starts = array("q"), []
+    for table in tables:
+        starts.append((len(numbers), len(table)))
+        numbers.extend(table)
+        if (
+            len(numbers) % 2
+        ):  # tables start at multiples of 16 bytes, whatever their lengths: kernels are compiled for it
+            numbers.append(0)
+    if not numbers:
+        return [torch.empty(0, dtype=torch.int64, device=device) for _ in starts]
+    host = torch.frombuffer(numbers, dtype=torch.int64)
+    # The host allocator of torch keeps pinned memory from reuse until the copy is done.
+    there = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return [there[start : start + length] for start, length in starts]
 
 
 @dataclass(frozen=True)
@@ -118,44 +138,6 @@ def binomial_capacity(expected_rows: float, world_size: int) -> float:
     return 1 + 2 * math.sqrt((1 - 1 / world_size) / expected_rows)
 
 
-def compact(count: Tensor, start: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """The rows that make up whole matrices, when every sender fills the first slots of its own.
-
-    Args:
-        count: (W, B) int64, used slots by sender and matrix.
-        start: (W, B) int64, the row where they start.
-        total: T, rows of one matrix.
-
-    Returns:
-        source (B, T) int64 and valid (B, T) bool: row t of matrix b is row source[b, t] where valid, ordered
-        by sender; where not valid the matrix has fewer than T rows and source is 0.
-
-    Example:
-        count [[2], [1]] and start [[0], [4]] with total 4 give source [[0, 1, 4, 0]] and valid [[1, 1, 1, 0]].
-    """
-    end = count.T.cumsum(dim=1).contiguous()  # (B, W)
-    place = torch.arange(total, device=count.device).expand(end.shape[0], total).contiguous()
-    valid = place < end[:, -1:]
-    sender = torch.searchsorted(end, place, right=True).clamp_(max=end.shape[1] - 1)
-    source = (start.T - end + count.T).gather(1, sender) + place
-    return torch.where(valid, source, 0), valid
-
-
-def collect(rows: Tensor, source: Tensor, valid: Tensor) -> Tensor:
-    """(B, T, C) matrices in fresh storage: row source[b, t] of `rows` (S, C) where valid (B, T), else zeros."""
-    if not rows.shape[0]:  # nothing was sent in this step
-        return rows.new_zeros(*source.shape, rows.shape[1])
-    matrices = rows.index_select(0, source.flatten()).view(*source.shape, rows.shape[1])
-    return matrices.masked_fill_(~valid[:, :, None], 0)
-
-
-def spread(matrices: Tensor, place: Tensor, valid: Tensor, num_rows: int) -> Tensor:
-    """The reverse: flat (num_rows * C,) rows, row place[b, t] from (B, T, C) `matrices` where valid, else unset."""
-    rows = matrices.new_empty(num_rows + 1, matrices.shape[2])  # the last one takes what is not valid
-    rows.index_copy_(0, torch.where(valid, place, num_rows).flatten(), matrices.flatten(0, 1))
-    return rows[:num_rows].flatten()
-
-
 class Assembly(Protocol):
     """Turns what an owner received into whole matrices, and results into what it sends back."""
 
@@ -173,15 +155,13 @@ class RowAssembly:
     plan: SlotPlan
 
     def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
-        return collect(received.view(-1, self.plan.bucket.shape[1]), *self._source(count_by_rank))
+        plan = self.plan
+        rows = received.view(-1, plan.bucket.shape[1])
+        return collect(rows, count_by_rank, plan.start, plan.bucket.total_rows, plan.owned_index)
 
     def disassemble(self, matrices: Tensor, count_by_rank: Tensor) -> Tensor:
         num_rows = sum(self.plan.elements_received) // self.plan.bucket.shape[1]
-        return spread(matrices, *self._source(count_by_rank), num_rows)
-
-    def _source(self, count_by_rank: Tensor) -> tuple[Tensor, Tensor]:
-        owned = count_by_rank.index_select(1, self.plan.owned_index)
-        return compact(owned, self.plan.start, self.plan.bucket.total_rows)
+        return spread(matrices, count_by_rank, self.plan.start, num_rows, self.plan.owned_index)
 
 
 @dataclass(frozen=True)

@@ -7,53 +7,59 @@ under way while another computes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from dion_core.buckets import MatrixBucket
 from dion_core.collectives import Group, split
-from dion_core.deferral import wait_, with_age
 from dion_core.layout import Axis
+from dion_core.operands import Gradients, Operands, State
+from dion_core.ops import accumulate_, take_and_decay_, update_, wait_, with_age
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan
 from dion_core.presence import Presence
-from dion_core.rows import RowSelection, accumulate_, overflowing_rows, take_and_decay_, update_
+from dion_core.rows import RowSelection, overflowing_rows
 from dion_core.selection import whole_scores
-from dion_core.state import WAITED
 from dion_core.steps import Steps, interleave, run
-
-State = Mapping[Tensor, Mapping[str, Any]]
-Gradients = Sequence[Tensor | None]
 
 BUCKETS_IN_FLIGHT = 2
 
 
-def step_matrices(plan: Plan, state: State, presence: Presence) -> None:
-    """Updates the matrix parameters and their state in place. Collective; no value is read on the host."""
-    gradients = _agree_on_rows(plan.buckets, [bucket.gradients(presence) for bucket in plan.buckets], state)
+def step_matrices(plan: Plan, operands: Sequence[Operands], presence: Presence) -> None:
+    """Updates the matrix parameters and their state in place. Collective; no value is read on the host.
+
+    Args:
+        plan: of the optimizer.
+        operands: of its buckets.
+        presence: the gradients of the step.
+    """
+    active = [bucket.active(presence) for bucket in plan.buckets]
     scores = [
-        _accumulate(bucket, of_bucket, state, presence)
-        for bucket, of_bucket in zip(plan.buckets, gradients, strict=True)
+        accumulate_(
+            each.momentum,
+            each.gradients,
+            bucket.nonfinite,
+            maximize=bucket.options["maximize"],
+            proceed=presence.proceed.to(bucket.bucket.device),
+        )
+        for bucket, each in zip(plan.buckets, operands, strict=True)
     ]
     known = _gather_scores(plan.buckets, scores)
     selections = [
-        bucket.selector.select(score, bucket.tables, bucket.active(presence))
-        for bucket, score in zip(plan.buckets, known, strict=True)
+        bucket.selector.select(score, bucket.tables, of_bucket)
+        for bucket, score, of_bucket in zip(plan.buckets, known, active, strict=True)
     ]
     if plan.session is not None:
         run(plan.session.begin(selections[: len(plan.transported)]))
-    stages = [
-        _move_and_apply(bucket, of_bucket, selection, state, presence)
-        for bucket, of_bucket, selection in zip(plan.buckets, gradients, selections, strict=True)
-    ]
+    stages = [_move_and_apply(*each) for each in zip(plan.buckets, operands, selections, active, strict=True)]
     interleave(stages, in_flight=BUCKETS_IN_FLIGHT)
 
 
-def _agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients], state: State) -> list[Gradients]:
-    """The gradients, a row that one rank would leave out being NaN on all ranks that hold its columns.
+def agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients], state: State) -> list[Gradients]:
+    """The gradients, a row that one rank would leave out being NaN on all ranks that hold its columns. Collective.
 
     Only column-split matrices need it, whose rows no rank sees whole; all of a group share one message.
     """
@@ -63,7 +69,9 @@ def _agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradient
         layout = bucket.bucket.layout
         if layout.axis is Axis.COLUMNS:
             left_out = overflowing_rows(
-                _local(bucket, state, "momentum"), gradients[number], maximize=bucket.options["maximize"]
+                [local_tensor(state[member.parameter]["momentum"]) for member in bucket.members],
+                gradients[number],
+                maximize=bucket.options["maximize"],
             )
             flags.setdefault(layout.group, []).append((number, left_out.to(torch.uint8)))
     for group, entries in flags.items():
@@ -76,17 +84,6 @@ def _agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradient
                 for gradient, row in zip(gradients[number], part.view(left_out.shape).bool(), strict=True)
             ]
     return agreed
-
-
-def _accumulate(bucket: MatrixBucket, gradients: Gradients, state: State, presence: Presence) -> Tensor:
-    scores, left_out = accumulate_(
-        _local(bucket, state, "momentum"),
-        gradients,
-        maximize=bucket.options["maximize"],
-        proceed=presence.proceed.to(bucket.bucket.device),
-    )
-    bucket.nonfinite += left_out.sum()
-    return scores
 
 
 def _gather_scores(buckets: Sequence[MatrixBucket], scores: Sequence[Tensor]) -> list[Tensor]:
@@ -102,58 +99,54 @@ def _gather_scores(buckets: Sequence[MatrixBucket], scores: Sequence[Tensor]) ->
     known = list(scores)
     pending = []
     for (group, _), numbers in messages.items():
+        tensors = [scores[n].flatten() for n in numbers]
+        message = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
         lengths = [
             [buckets[n].bucket.num_matrices * buckets[n].bucket.layout.max_rows(rank) for n in numbers]
             for rank in range(group.size)
         ]
-        message = torch.cat([scores[n].flatten() for n in numbers])
-        outputs = [message.new_empty(sum(of_rank)) for of_rank in lengths]
-        pending.append((group.named("row scores").all_gather(outputs, message), numbers, outputs, lengths))
-    for handle, numbers, outputs, lengths in pending:
+        gathered = message.new_empty(sum(map(sum, lengths)))
+        outputs = split(gathered, [sum(of_rank) for of_rank in lengths])
+        starts = list(accumulate([length for of_rank in lengths for length in of_rank], initial=0))
+        pending.append((group.named("row scores").all_gather(outputs, message), numbers, gathered, starts))
+    for handle, numbers, gathered, starts in pending:
         handle.wait()
-        by_rank = [split(output, of_rank) for output, of_rank in zip(outputs, lengths, strict=True)]
         for place, n in enumerate(numbers):
-            known[n] = whole_scores(scores[n], [pieces[place] for pieces in by_rank], buckets[n].tables)
+            of_bucket = tuple(starts[place : -1 : len(numbers)])
+            known[n] = whole_scores(scores[n], gathered, of_bucket, buckets[n].tables)
     return known
 
 
-def _move_and_apply(
-    bucket: MatrixBucket, gradients: Gradients, chosen: RowSelection, state: State, presence: Presence
-) -> Steps[None]:
-    options = bucket.options
-    waited = _local(bucket, state, WAITED) if bucket.may_defer else []
-    chosen = with_age(chosen, waited)
+def _move_and_apply(bucket: MatrixBucket, operands: Operands, chosen: RowSelection, active: Tensor) -> Steps[None]:
+    options, scalars = bucket.options, operands.scalars
+    chosen = with_age(chosen, operands.waited)
     selection = bucket.exchange.admit(chosen)
-    wait_(waited, chosen, selection)
-    bucket.chosen += chosen.count.sum()
-    bucket.applied += selection.count.sum()
+    wait_(operands.waited, chosen, selection)
+    bucket.chosen += chosen.count
+    if selection is not chosen:
+        bucket.refused += chosen.count - selection.count
     rows = bucket.exchange.reserve(selection)
     take_and_decay_(
-        _local(bucket, state, "momentum"),
-        gradients,
+        operands.momentum,
+        operands.gradients,
         selection,
         rows,
-        decay=options["momentum"],
+        decay=scalars["momentum"],
         nesterov=options.get("nesterov", False),
         maximize=options["maximize"],
     )
     results = yield from bucket.exchange.orthogonalize(rows, selection, bucket.orthogonalizer)
-    normalizer = bucket.rule.normalizer
-    second_moment = _local(bucket, state, "second_moment") if normalizer.has_second_moment else []
-    row_scale = yield from normalizer.row_scale(
-        results, selection, second_moment, bucket.bucket, beta2=options.get("beta2", 0.0)
+    row_scale = yield from bucket.rule.normalizer.row_scale(
+        results, selection, operands.second_moment, bucket.bucket, beta2=scalars["beta2"]
     )
     update_(
-        [local_tensor(member.parameter) for member in bucket.members],
+        operands.parameters,
         results,
         selection,
-        row_scale * bucket.scale,
-        learning_rate=options["lr"],
-        weight_decay=options["weight_decay"],
-        active=bucket.active(presence),
+        row_scale,
+        learning_rate=scalars["lr"],
+        weight_decay=scalars["weight_decay"],
+        active=active,
         cautious=options.get("cautious_weight_decay", False),
+        scale=bucket.scale,
     )
-
-
-def _local(bucket: MatrixBucket, state: State, key: str) -> list[Tensor]:
-    return [local_tensor(state[member.parameter][key]) for member in bucket.members]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dion_core.collectives import Group, SoloGroup, TorchGroup
+from dion_core.collectives import Group, SoloGroup, group_of
 from dion_core.layout import Axis, Layout, split_layout
 
 
@@ -18,17 +18,23 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local.detach()
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """As `local_tensor`, the tensor itself where it is plain, and without the detour that autograd needs: for steps."""
+    part: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return part
+
+
 def mesh_group(mesh: DeviceMesh) -> Group:
     """All ranks of a mesh as one group. Collective where that group does not exist yet."""
     if mesh.size() == 1:
         return SoloGroup()
     wide = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     if len(wide) == 1:
-        return TorchGroup(mesh.get_group(wide[0]))
+        return group_of(mesh.get_group(wide[0]))
     if mesh.size() == dist.get_world_size():
         assert dist.group.WORLD is not None
-        return TorchGroup(dist.group.WORLD)
-    return TorchGroup(mesh._flatten().get_group())
+        return group_of(dist.group.WORLD)
+    return group_of(mesh._flatten().get_group())
 
 
 def parameter_layout(parameter: Tensor, name: str, replicas: Group) -> Layout:
@@ -58,7 +64,7 @@ def parameter_layout(parameter: Tensor, name: str, replicas: Group) -> Layout:
         )
     place = placements[split[0]]
     assert isinstance(place, Shard)
-    group = TorchGroup(mesh.get_group(split[0]))
+    group = group_of(mesh.get_group(split[0]))
     layout = split_layout(group, Axis.COLUMNS if place.dim == 1 else Axis.ROWS, shape)
     if layout.local_shape() != tuple(local_tensor(parameter).shape):
         raise ValueError(

@@ -59,9 +59,9 @@ class Plan:
         ]
 
     def row_counts(self) -> list[int]:
-        """Rows chosen, applied and left out as not finite, of all buckets. Waits for the device."""
-        counters = [(bucket.chosen, bucket.applied, bucket.nonfinite) for bucket in self.buckets]
-        return [sum(map(int, counts)) for counts in zip(*counters, strict=True)] if counters else [0, 0, 0]
+        """Rows chosen, refused and left out as not finite, of all buckets. Waits for the device."""
+        counters = [(bucket.chosen, bucket.refused, bucket.nonfinite) for bucket in self.buckets]
+        return [sum(int(count.sum()) for count in counts) for counts in zip(*counters, strict=True)] or [0, 0, 0]
 
     def open(self) -> None:
         """Opens the transport. Collective over the ranks of the buckets."""

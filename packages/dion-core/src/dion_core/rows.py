@@ -88,26 +88,27 @@ def _sum(state: Tensor, gradient: Tensor) -> Tensor:
 def accumulate_(
     momentum: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
+    left_out: Tensor,
     *,
     maximize: bool,
     proceed: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Adds the gradients to the momentum and returns the row scores and how many rows were left out.
+) -> Tensor:
+    """Adds the gradients to the momentum, counts the rows that were left out, and returns the row scores.
 
     A row whose sum holds a non-finite value is left as it is. Its score is `SKIPPED_SCORE`.
 
     Args:
         momentum: N tensors (R, C), any float dtype and strides; changed in place.
         gradients: N tensors (R, C), any float dtype and strides, or None (nothing to add).
+        left_out: (N,) int64, increased by the number of rows of each gradient that were left out.
         maximize: subtract the gradients instead.
         proceed: 0-dim bool; where false nothing is added.
 
     Returns:
-        (N, R) scores: the L1 norm of each local row of the momentum as stored, in fp32 (fp64 for fp64), and
-        (N,) int64: how many rows of each gradient were left out.
+        (N, R) scores: the L1 norm of each local row of the momentum as stored, in fp32 (fp64 for fp64).
     """
-    scores, skipped = [], []
-    for state, gradient in zip(momentum, gradients, strict=True):
+    scores = []
+    for matrix, (state, gradient) in enumerate(zip(momentum, gradients, strict=True)):
         dtype = accumulation_dtype(state.dtype)
         finite = None
         if gradient is not None:
@@ -117,9 +118,11 @@ def accumulate_(
             state.copy_(torch.where((finite & proceed)[:, None], total, state))
         # The contiguous copy of a strided row makes its sum independent of the strides.
         score = state.to(dtype).abs().contiguous().sum(dim=1)
-        scores.append(score if finite is None else torch.where(finite, score, SKIPPED_SCORE))
-        skipped.append(proceed.new_zeros((), dtype=torch.int64) if finite is None else (~finite).sum())
-    return torch.stack(scores), torch.stack(skipped)
+        if finite is not None:
+            score = torch.where(finite, score, SKIPPED_SCORE)
+            left_out[matrix] += (~finite).sum()
+        scores.append(score)
+    return torch.stack(scores)
 
 
 def take_and_decay_(
@@ -174,6 +177,33 @@ def sums_of_squares(rows: Rows, selection: RowSelection) -> Tensor:
     return torch.where(selection.valid(), sums, 0)
 
 
+def update_second_moment_(
+    second_moment: Sequence[Tensor], selection: RowSelection, mean: Tensor, *, beta2: float | Tensor
+) -> Tensor:
+    """Moves the second moment of the chosen rows towards `mean` and returns its value for them.
+
+    Args:
+        second_moment: N tensors (R, 1) fp32; v = beta2 * v + (1 - beta2) * mean for chosen rows alone.
+        selection: which rows are chosen.
+        mean: (N, K), the mean square of each row.
+        beta2: decay of the second moment.
+
+    Returns:
+        (N, K) in the dtype of `mean`: v of every entry of `selection.index`; 0 where there is no row.
+    """
+    valid = selection.valid()
+    values = torch.zeros_like(mean)
+    for matrix, state in enumerate(second_moment):
+        offered = min(selection.index.shape[1], state.shape[0])
+        index = selection.index[matrix, :offered]
+        old = state[:, 0].index_select(0, index)
+        new = old * beta2 + mean[matrix, :offered].to(old.dtype) * (1 - beta2)
+        new = torch.where(valid[matrix, :offered], new, old)
+        state[:, 0].index_copy_(0, index, new)
+        values[matrix, :offered] = new
+    return values
+
+
 def update_(
     parameters: Sequence[Tensor],
     rows: Rows,
@@ -184,6 +214,7 @@ def update_(
     weight_decay: float | Tensor,
     active: Tensor,
     cautious: bool,
+    scale: float = 1.0,
 ) -> None:
     """Decays the parameters and subtracts the chosen rows, computed in fp32 and rounded once.
 
@@ -191,13 +222,15 @@ def update_(
         parameters: N tensors (R, C), any float dtype and strides; changed in place.
         rows: the orthogonalized rows as they came back.
         selection: which rows they are.
-        row_scale: (N, K), the factor of every row besides the learning rate.
+        row_scale: (N, K), the factor of every row besides `scale` and the learning rate.
         learning_rate: step size; the decay is 1 - learning_rate * weight_decay (the base rate, unscaled).
         weight_decay: decoupled weight decay.
         active: (N,) bool; a matrix that is not active keeps its bits.
+        scale: a factor of all rows.
         cautious: decay only where update and weight agree in sign (Chen et al. 2025, cautious weight decay).
     """
     valid = selection.valid()
+    row_scale = row_scale * scale
     decay = learning_rate * weight_decay
     for matrix, parameter in enumerate(parameters):
         offered = min(selection.index.shape[1], parameter.shape[0])

@@ -7,14 +7,14 @@ Legend: N matrices, R rows of a whole matrix, K slots a matrix, W ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dion_core.layout import Axis, Layout, RowTables
+from dion_core.ops import choose, choose_local
 from dion_core.rows import SKIPPED_SCORE, RowSelection
 
 
@@ -61,10 +61,9 @@ class AllRows:
         return layout.shape[0]
 
     def select(self, scores: Tensor, tables: RowTables, active: Tensor) -> RowSelection:
-        num_matrices, rows = scores.shape
-        index = torch.arange(rows, device=scores.device).expand(num_matrices, rows)
         count_by_rank = tables.num_rows * active
-        return RowSelection.unranked(index, count_by_rank[tables.layout.group.rank], count_by_rank)
+        index, ratio, age = tables.every_row
+        return RowSelection(index, count_by_rank[tables.layout.group.rank], count_by_rank, ratio, age)
 
 
 @dataclass(frozen=True)
@@ -85,14 +84,7 @@ class LocalRows:
         return sum(self.offered(layout, rank, matrix) for rank in range(layout.group.size))
 
     def select(self, scores: Tensor, tables: RowTables, active: Tensor) -> RowSelection:
-        rank, share = tables.layout.group.rank, self._share(tables.layout)
-        count_by_rank = tables.num_rows.clamp(max=share) * active
-        place = torch.arange(scores.shape[1], device=scores.device)
-        here = place < tables.num_rows[rank][:, None]
-        order = torch.where(here, scores, -torch.inf).argsort(dim=1, descending=True, stable=True)
-        wanted = place < count_by_rank[rank][:, None]
-        chosen = torch.zeros_like(wanted).scatter_(1, order, wanted)
-        return RowSelection.unranked(_chosen_first(chosen)[:, :share], count_by_rank[rank], count_by_rank)
+        return choose_local(scores, tables, active, share=self._share(tables.layout))
 
     def _share(self, layout: Layout) -> int:
         """The rows that a full shard gives."""
@@ -114,7 +106,7 @@ class GlobalRows:
 
     def select(self, scores: Tensor, tables: RowTables, active: Tensor) -> RowSelection:
         total = self.total(tables.layout, 0)
-        return _choose(scores, total, total, tables, active)
+        return choose(scores, tables, active, total=total, offer=total)
 
 
 @dataclass(frozen=True)
@@ -144,24 +136,13 @@ class SlackRows:
         candidate = torch.zeros_like(scores, dtype=torch.bool)
         candidate.scatter_(1, best, place < self._offer(tables.layout))
         masked = torch.where(candidate, scores, -torch.inf)
-        return _choose(masked, self.total(tables.layout, 0), self._offer(tables.layout), tables, active)
+        total, offer = self.total(tables.layout, 0), self._offer(tables.layout)
+        return choose(masked, tables, active, total=total, offer=offer)
 
     def _offer(self, layout: Layout) -> int:
         """The rows that a full shard offers."""
         share = rows_to_select(self.fraction, -(-layout.shape[0] // layout.group.size))
         return math.ceil(self.slack * share - 1e-9)
-
-
-def _choose(scores: Tensor, total: int, offer: int, tables: RowTables, active: Tensor) -> RowSelection:
-    """The `total` best rows of each matrix by (N, R) scores, at most `offer` a rank, ties to the lower row."""
-    best = scores.argsort(dim=1, descending=True, stable=True)[:, :total]
-    chosen = torch.zeros_like(scores, dtype=torch.bool)
-    chosen.scatter_(1, best, active[:, None].expand(best.shape))
-    ratio = _ratio(scores, scores.gather(1, best[:, -1:]))
-    index = _chosen_first(_here(chosen, tables))[:, :offer]
-    count_by_rank = _count_by_rank(chosen, tables)
-    selection = RowSelection.unranked(index, count_by_rank[tables.layout.group.rank], count_by_rank)
-    return replace(selection, ratio=_here(ratio, tables).gather(1, index))
 
 
 def _rows_before(tables: RowTables) -> Tensor:
@@ -170,45 +151,21 @@ def _rows_before(tables: RowTables) -> Tensor:
     return rows.cumsum(1) - rows
 
 
-def _chosen_first(chosen: Tensor) -> Tensor:
-    """(N, R) row numbers, the chosen ones first, both parts ascending."""
-    return (~chosen).to(torch.uint8).argsort(dim=1, stable=True)
-
-
-def _count_by_rank(chosen: Tensor, tables: RowTables) -> Tensor:
-    """(W, N): how many of the (N, R) chosen rows every rank holds (all of them where rows are not split)."""
-    layout = tables.layout
-    if layout.axis is not Axis.ROWS:
-        return chosen.sum(dim=1).expand(layout.group.size, -1)
-    counts = torch.zeros(layout.num_matrices, layout.group.size, dtype=torch.int64, device=chosen.device)
-    return counts.scatter_add_(1, tables.rank_of_row, chosen.long()).T.contiguous()
-
-
-def _here(whole: Tensor, tables: RowTables) -> Tensor:
-    """(N, R local): what of (N, R) values lies on this rank; zero past a matrix's last local row."""
-    return torch.cat([whole.flatten(), whole.new_zeros(1)])[tables.position]
-
-
-def _ratio(scores: Tensor, threshold: Tensor) -> Tensor:
-    """(N, R) scores over the (N, 1) threshold; 0 for scores of 0 and of rows that were left out."""
-    return torch.where(scores > 0, scores / threshold.clamp(min=0), 0)
-
-
-def whole_scores(local: Tensor, pieces: Sequence[Tensor], tables: RowTables) -> Tensor:
+def whole_scores(local: Tensor, gathered: Tensor, starts: tuple[int, ...], tables: RowTables) -> Tensor:
     """(N, R) scores of the whole matrices, bit-equal on all ranks.
 
     Args:
         local: (N, R local) scores of this rank, which are whole already where no axis is split.
-        pieces: by rank, its (N * R local,) scores as gathered; empty where no axis is split.
+        gathered: 1-D, the scores of all ranks; not looked at where no axis is split.
+        starts: by rank, where its (N, R local) scores begin in `gathered`.
         tables: where the rows lie.
     """
     layout = tables.layout
     num_matrices, rows = layout.num_matrices, layout.shape[0]
     if layout.axis is Axis.COLUMNS:  # a rank's score covers its columns only; summed in rank order
-        parts = torch.stack([piece.view(num_matrices, rows) for piece in pieces])
-        return torch.where((parts == SKIPPED_SCORE).any(dim=0), SKIPPED_SCORE, parts.sum(dim=0))
+        parts = torch.stack([gathered[start : start + local.numel()] for start in starts])
+        whole = torch.where((parts == SKIPPED_SCORE).any(dim=0), SKIPPED_SCORE, parts.sum(dim=0))
+        return whole.view(num_matrices, rows)
     if layout.axis is Axis.ROWS:
-        whole = local.new_empty(num_matrices * rows + 1)
-        whole.index_copy_(0, tables.gathered_position, torch.cat(list(pieces)))
-        return whole[:-1].view(num_matrices, rows)
+        return gathered.take(tables.place_in(starts))
     return local

@@ -71,7 +71,23 @@ class Bucket:
 
     def owned(self, rank: int) -> tuple[int, ...]:
         """The matrices that the rank orthogonalizes, ascending."""
-        return tuple(matrix for matrix, owner in enumerate(self.owners) if owner == rank)
+        return self._owned_by_rank[rank]
+
+    @cached_property
+    def _owned_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        owned: list[list[int]] = [[] for _ in range(self.layout.group.size)]
+        for matrix, owner in enumerate(self.owners):
+            owned[owner].append(matrix)
+        return tuple(map(tuple, owned))
+
+    @cached_property
+    def offered_by_pair(self) -> tuple[tuple[int, ...], ...]:
+        """offered_by_pair[source][owner] = the most rows that a rank offers of all matrices that another one owns."""
+        ranks = range(self.layout.group.size)
+        return tuple(
+            tuple(sum(self.offered(source, matrix) for matrix in self.owned(owner)) for owner in ranks)
+            for source in ranks
+        )
 
     @cached_property
     def slots_by_rank(self) -> tuple[int, ...]:
@@ -148,13 +164,24 @@ class Session:
     """How often every step waits for the device, for all buckets together."""
     host_waits: int = 0
     """How often so far a step had to wait for a copy to the host that is normally long done."""
+    sizes: int = 0
+    """Changes whenever message sizes change, which a captured step cannot follow."""
 
     def __init__(self, exchanges: Sequence[Exchange]) -> None:
         self.exchanges = exchanges
 
     def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
-        """Called once a step with the choice of every bucket, before anything is admitted."""
+        """Called once a step with the choice of every bucket, before anything is admitted.
+
+        A captured step replays what was launched here, without another call.
+        """
         return done(None)
+
+    def end(self) -> None:
+        """Called once a step after all of its work was launched, on the host alone: also after a replayed step.
+
+        What `begin` left on the device may be read here, if that does not wait.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on as if it had never stopped: plain data, alike on every rank."""

@@ -1,1 +1,1 @@
-"""Triton kernels. Nothing here is imported before it is used on a GPU: the library works where triton is missing."""
+"""Triton kernels, imported only where there is a GPU for them: one file for each module of definitions."""

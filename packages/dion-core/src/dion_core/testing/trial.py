@@ -92,6 +92,7 @@ def play(transport: Transport, case: Case, group: Group, device: torch.device, *
             for exchange, problem, rows in zip(session.exchanges, step, chosen, strict=True)
         ]
         trials += interleave(moves, in_flight=len(moves))
+        session.end()
     return trials
 
 

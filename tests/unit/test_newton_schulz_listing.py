@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dion_core.kernels.listing import NOTHING, RESULT, Kind, Listing, list_products
 from dion_core.newton_schulz import POLAR_EXPRESS, QUINTIC, NewtonSchulz
+from dion_core.newton_schulz_kernels.listing import NOTHING, RESULT, Kind, Listing, list_products
 
 
 def lower_twice(value: Tensor) -> Tensor:

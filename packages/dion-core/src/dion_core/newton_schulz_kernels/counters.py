@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """How programs of one launch tell each other that tiles are in memory.
 
 A counter per matrix says how many tiles of its products so far have been stored. Example: two warps store the two

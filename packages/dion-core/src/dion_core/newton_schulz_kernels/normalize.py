@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Normalization of whole matrices in two passes over memory: one reads, one reads and writes.
 
 Numbers are scaled by a power of two before they are squared, so that nothing overflows or vanishes at any scale
@@ -21,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.kernels.launch import launch
+from dion_core.newton_schulz_kernels.launch import launch
 
 _BLOCK = 8192
 

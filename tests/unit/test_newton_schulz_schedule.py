@@ -8,7 +8,7 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from dion_core.kernels.schedule import rectangle_tile, triangle_tile  # noqa: E402
+from dion_core.newton_schulz_kernels.schedule import rectangle_tile, triangle_tile  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dion_core.kernels.choices import Choice, choose
-from dion_core.kernels.launch import launch
-from dion_core.kernels.listing import Coefficients, Kind, list_products
-from dion_core.kernels.normalize import normalize
-from dion_core.kernels.products import products_kernel
+from dion_core.newton_schulz_kernels.choices import Choice, choose
+from dion_core.newton_schulz_kernels.launch import launch
+from dion_core.newton_schulz_kernels.listing import Coefficients, Kind, list_products
+from dion_core.newton_schulz_kernels.normalize import normalize
+from dion_core.newton_schulz_kernels.products import products_kernel
 
 _BLOCK = 128
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}

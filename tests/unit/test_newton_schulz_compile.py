@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from dion_core.kernels.products import products_kernel
+from dion_core.newton_schulz_kernels.products import products_kernel
 
 WIDE, STAGES, TALL = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "tall"
 T, TK = 128, 64

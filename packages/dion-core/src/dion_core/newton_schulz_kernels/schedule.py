@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Which tile comes when, for the kernel of products.
 
 All tiles of all products of all matrices form one sequence: product by product, within a product matrix by matrix,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from dion_core.kernels import normalize as kernels
+from dion_core.newton_schulz_kernels import normalize as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

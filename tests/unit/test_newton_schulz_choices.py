@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dion_core.kernels import choices
-from dion_core.kernels.choices import DEFAULT, SMALL, Choice, choose
+from dion_core.newton_schulz_kernels import choices
+from dion_core.newton_schulz_kernels.choices import DEFAULT, SMALL, Choice, choose
 
 
 @pytest.fixture

@@ -1,0 +1,156 @@
+"""The lowest bytes that budgets could have had in the demo's training: `python -m benchmarks.deferral_bound`.
+
+Budgets of one form are tried with hindsight: a pair's mean need over the last n counts, which arrive 8 steps late,
+and z times its root. n is the best for the run, and z the best for each shape, or for each shape and phase of the
+run, such that 0.1 % of the winners are deferred in all. Budgets are set at fixed times: a rule that chooses its
+times is not bounded by this, and one that has to learn n and z on the way will hardly do better. Before the first
+late count arrives the mean is the fair share, as the first step of this training has no gradient and tells nothing.
+
+Legend: T steps, P pairs of ranks (of all buckets), G groups that share a z, Z values of z.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from benchmarks.deferral_demo import train
+from benchmarks.deferral_pools import make_buckets
+from dion_comm_capped import Capped
+from dion_comm_capped.budgets import fixed_budgets
+from dion_comm_capped.capped import DELAY, CappedSession, PooledExchange
+from dion_comm_capped.pool import PoolPlan, offered_rows
+from dion_core.rows import RowSelection
+from dion_core.steps import Steps
+from dion_core.transport import Bucket, Session
+from text_demo.pool import run_ranks
+from text_demo.rank import Rank
+from text_demo.settings import Settings
+
+Array = npt.NDArray[np.float64]
+
+SHARE = 0.001
+"""Of the winners that may be deferred."""
+LOOKS_BACK = (1, 2, 4, 8, 16, 32)
+MARGINS = np.arange(0, 8, 0.1)
+PRICES = np.geomspace(0.5, 3000, 400)
+"""Of a refused row in rows sent: each gives the cheapest margins for some share deferred."""
+PHASES = (1, DELAY + 1, 20, 50)
+"""The steps at which the phases after the first begin."""
+EVERY = (1, 4, 8, 16, 24)
+
+
+class RecordingSession(CappedSession):
+    """Notes what every pair needs, step by step."""
+
+    def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
+        needed = []
+        for exchange, selection in zip(self.exchanges, selections, strict=True):
+            assert isinstance(exchange, PooledExchange)
+            count = selection.count_by_rank
+            needed.append(count.new_zeros(len(count), len(count)).index_add_(1, exchange.owner, count).flatten())
+        Recording.needed.append(torch.cat(needed).cpu())
+        return super().begin(selections)
+
+
+@dataclass(frozen=True)
+class Recording(Capped):
+    """`capped`, learned, with a record of what the pairs needed."""
+
+    needed: ClassVar[list[Tensor]] = []
+
+    def open(self, buckets: Sequence[Bucket]) -> Session:
+        return RecordingSession(buckets, self)
+
+
+def record(rank: Rank, seeds: Sequence[int], num_steps: int) -> None:
+    """Tells (T, P) counts and the (P,) shape number, fair share, offered and header rows, for every seed."""
+    for seed in seeds:
+        settings = Settings(steps=num_steps, world_size=rank.world_size, seed=seed)
+        Recording.needed.clear()
+        result = train(rank, Recording(), settings.corpus(), settings)
+        buckets = make_buckets(result.shapes, rank.world_size, settings.fraction)
+        rank.tell((torch.stack(Recording.needed).double().numpy(), _pairs(buckets)))
+
+
+def _pairs(buckets: Sequence[Bucket]) -> Array:
+    ranks = range(buckets[0].layout.group.size)
+    return np.array(
+        [
+            [number, fixed_budgets(bucket, 1.0)[source][owner], offered_rows(bucket, source, owner), header(owner)]
+            for number, bucket in enumerate(buckets)
+            for header in [PoolPlan(bucket, [], always_pack=False).header_rows]
+            for source in ranks
+            for owner in ranks
+        ],
+        dtype=np.float64,
+    ).T
+
+
+def forecast(needed: Array, fair: Array, *, looks_back: int, every: int) -> Array:
+    """(T, P): the mean of the last counts that were there when budgets were last set, every few steps."""
+    rows = [needed[0], *[fair] * DELAY]
+    for step in range(DELAY + 1, len(needed)):
+        if (step - DELAY - 1) % every:
+            rows.append(rows[-1])
+            continue
+        last = step - DELAY
+        rows.append(needed[max(last - looks_back + 1, 1) : last + 1].mean(axis=0))
+    return np.array(rows)
+
+
+def lowest(needed: Array, pairs: Array, *, by_phase: bool, every: int) -> float:
+    """Rows sent over winners, headers counted, at the best n and the best z of every group."""
+    number, fair, offered, header = pairs
+    phase = np.searchsorted(PHASES, np.arange(len(needed)), side="right") * by_phase
+    group = (phase[:, None] * len(fair) + number).astype(int).ravel()
+    best = np.inf
+    for looks_back in LOOKS_BACK:
+        mean = forecast(needed, fair, looks_back=looks_back, every=every)
+        sent, refused = [], []
+        for margin in MARGINS:
+            budget = np.floor(mean + margin * np.sqrt(np.maximum(mean, 1)))
+            packed = budget + header < offered
+            capacity = np.where(packed, budget, offered)
+            sent.append(np.bincount(group, (capacity + packed * header / 2).ravel()))
+            refused.append(np.bincount(group, np.maximum(needed - capacity, 0).ravel()))
+        best = min(best, *_totals(np.array(sent), np.array(refused), SHARE * needed.sum()))
+    return best / float(needed.sum())
+
+
+def _totals(sent: Array, refused: Array, allowed: float) -> Iterator[float]:
+    """Rows sent, of (Z, G), at the cheapest margins for each price at which no more rows than allowed are refused."""
+    groups = np.arange(sent.shape[1])
+    for price in PRICES:
+        chosen = (sent + price * refused).argmin(axis=0)
+        if refused[chosen, groups].sum() <= allowed:
+            yield float(sent[chosen, groups].sum())
+
+
+def main() -> None:
+    """Trains once a seed and prints the bounds as a table."""
+    parser = argparse.ArgumentParser(description="The lowest bytes that budgets could have had in the demo.")
+    parser.add_argument("--seeds", type=int, default=8, help="trainings (%(default)s), 20 s each")
+    given = parser.parse_args()
+    runs = []
+    for message in run_ranks(record, 4, range(1, given.seeds + 1), 100):
+        assert isinstance(message, tuple)
+        runs.append(message)
+    print("budgets set every | one margin a shape: mean, lowest, highest | one a shape and phase")
+    for every in EVERY:
+        cells = []
+        for by_phase in (False, True):
+            ratios = [lowest(*run, by_phase=by_phase, every=every) for run in runs]
+            cells.append(f"{np.mean(ratios):.2f}, {min(ratios):.2f}, {max(ratios):.2f}")
+        print(f"{every} steps | {cells[0]} | {cells[1]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The matrices of the models that the benchmarks measure, and optimizers' parameters made of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dion_core.layout import shard_segments
+
+Inventory = dict[tuple[int, int], int]
+
+INVENTORIES: dict[str, Inventory] = {
+    "5120x8": {(5120, 5120): 33, (20480, 5120): 16},
+    "1b": {(1536, 1536): 96, (6656, 1536): 48, (1536, 6656): 24},
+    "14b": {(5120, 5120): 160, (17920, 5120): 80, (5120, 17920): 40},
+}
+
+
+def sharded_parameters(inventory: Inventory, mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Random matrices whose rows are split over the mesh, as FSDP2 splits them."""
+    parameters = []
+    rank = mesh.get_local_rank()
+    for (rows, columns), count in inventory.items():
+        _, held = shard_segments(rows, mesh.size())[rank]
+        for _ in range(count):
+            shard = torch.randn(held, columns, device=mesh.device_type, dtype=dtype) * 0.02
+            whole = DTensor.from_local(
+                shard, mesh, [Shard(0)], shape=torch.Size((rows, columns)), stride=(columns, 1), run_check=False
+            )
+            parameters.append(nn.Parameter(whole))
+    return parameters
+
+
+def renew_gradients(parameters: list[nn.Parameter]) -> None:
+    """Fresh random gradients, in the storage of the last ones."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        assert isinstance(parameter.grad, DTensor)
+        parameter.grad.to_local().normal_()

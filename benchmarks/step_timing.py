@@ -1,0 +1,155 @@
+"""How long a step takes on a GPU, where the time goes, and what the machine could do at best."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+WARM_UP, REPEATS = 3, 12
+
+STAGES = {
+    "accumulate": ("_accumulate",),
+    "select": ("_choose", "sort", "radix", "index_select", "take_"),
+    "take": ("_take",),
+    "wire": ("multi_tensor_apply", "memcpy dtod", "nccl", "spin_kernel"),
+    "Newton-Schulz": (
+        "gemm",
+        "nvjet",
+        "cutlass",
+        "_symmetric",
+        "_normaliz",
+        "_collect",
+        "_spread",
+        "_row_norm",
+        "_cast",
+    ),
+    "normalize": ("_factors", "_scale_kernel", "_sums"),
+    "update": ("_update", "_place_kernel"),
+}
+"""Kernels of the stages, by parts of their names in lower case; whatever matches none is `other`."""
+
+
+@dataclass
+class Timing:
+    """One row of the table; times in ms unless said otherwise.
+
+    Attributes:
+        isolated: events around one step after a synchronization: host time counts.
+        hidden: the same with the device kept busy before: device time alone.
+        host: of the call of `step`.
+        peak_mib: most memory allocated during a step, above what stays allocated, in MiB.
+        seconds_to_third_step: from construction to the end of the third step, in s.
+        launches: kernels, copies and fills a step.
+        stages: device time by stage.
+    """
+
+    isolated: float
+    hidden: float
+    host: float
+    peak_mib: float
+    seconds_to_third_step: float
+    launches: int
+    stages: dict[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def ceilings() -> dict[str, float]:
+    """What this device does at best: `copy` in bytes/s (read and written), `product` in FLOP/s (bf16, 8192^3)."""
+    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = median_ms(lambda: left @ right)
+    source = torch.randn(2**29, device="cuda", dtype=torch.float32)
+    target = torch.empty_like(source)
+    copy = median_ms(lambda: target.copy_(source))
+    return {"copy": 2 * source.numel() * 4 / copy * 1e3, "product": 2 * 8192**3 / product * 1e3}
+
+
+def median_ms(work: Callable[[], Any], repeats: int = 10) -> float:
+    """Device time of one call in ms, median after warm-up."""
+    for _ in range(WARM_UP):
+        work()
+    times = []
+    for _ in range(repeats):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        work()
+        after.record()
+        after.synchronize()
+        times.append(before.elapsed_time(after))
+    return statistics.median(times)
+
+
+def time_steps(build: Callable[[], Callable[[], Any]], renew: Callable[[], None]) -> Timing:
+    """Times of a step.
+
+    Args:
+        build: makes the optimizer and returns its step.
+        renew: gives the parameters fresh gradients, before each step and outside what is timed.
+    """
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    step = build()
+    for _ in range(WARM_UP):
+        renew()
+        step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    steady = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    isolated, host = _timed(step, renew, busy_ms=0.0)
+    peak = torch.cuda.max_memory_allocated() - steady
+    hidden, _ = _timed(step, renew, busy_ms=max(20.0, 1.5 * host))
+    launches, stages = _profile(step, renew)
+    return Timing(isolated, hidden, host, peak / 2**20, seconds, launches, stages)
+
+
+def _timed(step: Callable[[], Any], renew: Callable[[], None], *, busy_ms: float) -> tuple[float, float]:
+    device, host = [], []
+    for _ in range(REPEATS):
+        renew()
+        torch.cuda.synchronize()
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if busy_ms:
+            torch.cuda._sleep(int(busy_ms * 1.9e6))  # cycles at no more than 1.98 GHz
+        before.record()
+        started = time.perf_counter()
+        step()
+        host.append((time.perf_counter() - started) * 1e3)
+        after.record()
+        torch.cuda.synchronize()
+        device.append(before.elapsed_time(after))
+    return statistics.median(device), statistics.median(host)
+
+
+def profiled(step: Callable[[], Any], renew: Callable[[], None]) -> Any:
+    """The profile (torch.profiler) of one step, of host and device."""
+    renew()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    return profile
+
+
+def _profile(step: Callable[[], Any], renew: Callable[[], None]) -> tuple[int, dict[str, float]]:
+    """Launches of one step, and the device time of its kernels by stage in ms."""
+    launches, stages = 0, Counter[str]()
+    for event in profiled(step, renew).events():
+        annotation = event.is_user_annotation or event.name.startswith("Optimizer.")
+        if event.device_type == torch.autograd.DeviceType.CUDA and not annotation:
+            launches += 1
+            stages[_stage(event.name)] += event.device_time / 1e3
+    return launches, {name: stages[name] for name in (*STAGES, "other")}
+
+
+def _stage(kernel: str) -> str:
+    name = kernel.lower()
+    return next((stage for stage, parts in STAGES.items() if any(part in name for part in parts)), "other")

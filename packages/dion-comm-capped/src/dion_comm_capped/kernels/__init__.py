@@ -1,0 +1,1 @@
+"""Triton kernels with the names of the definitions in `admission` and `places`."""

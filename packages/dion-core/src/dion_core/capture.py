@@ -1,0 +1,113 @@
+"""A whole step as one CUDA graph, replayed until something changes that it cannot follow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from dion_core.buckets import stable_repr
+from dion_core.layout import Axis
+from dion_core.operands import SCALARS, Operands, State
+from dion_core.placements import local_part
+from dion_core.plan import Plan
+
+logger = logging.getLogger("dion_core")
+
+
+class StepGraph:
+    """Runs the device work of a step: once as it is, then captured, then by replay.
+
+    The first run of every form compiles kernels and makes tables, which cannot be done while capturing.
+    """
+
+    def __init__(self) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._form: Hashable = None
+        self._gradients: dict[int, Tensor] = {}
+
+    def run(self, work: Callable[[], None], form: Hashable) -> None:
+        """Does the work.
+
+        Args:
+            work: launches the same kernels on the same addresses as long as `form` is the same.
+            form: whatever the work depends on that is not read from the device.
+        """
+        if form != self._form:
+            if self._graph is not None:
+                logger.info("the captured step is captured anew: sizes, options or tensors have changed")
+            self.release()
+            self._form = form
+            work()
+            return
+        if self._graph is None:
+            graph = torch.cuda.CUDAGraph()
+            # Other threads (a data loader, a watchdog) may go on calling CUDA meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                work()
+            self._graph = graph
+        self._graph.replay()
+
+    def gradients(self, plan: Plan, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of a step, those of elementwise groups copied to where they lie in every step.
+
+        Raises:
+            ValueError: some are missing, by name.
+        """
+        missing = [m.name for m, gradient in zip(plan.members, gradients, strict=True) if gradient is None]
+        if missing:
+            raise ValueError(f"a captured step needs all gradients; these parameters have none: {', '.join(missing)}")
+        copied = {
+            member.number: gradient
+            for members in plan.elementwise
+            for member in members
+            if (gradient := gradients[member.number]) is not None
+        }
+        for number, gradient in copied.items():
+            if number not in self._gradients:
+                self._gradients[number] = torch.empty_like(gradient)
+        if copied:
+            torch._foreach_copy_([self._gradients[number] for number in copied], list(copied.values()))
+        return [self._gradients.get(number, gradient) for number, gradient in enumerate(gradients)]
+
+    def release(self) -> None:
+        """Frees the graph and its memory."""
+        if self._graph is not None:
+            torch.cuda.synchronize()
+            self._graph.reset()
+        self._graph, self._form = None, None
+
+
+def check_capturable(plan: Plan, *, nonfinite: str) -> None:
+    """Raises ValueError for what a captured step cannot do, by name."""
+    for member in plan.members:
+        if not local_part(member.parameter).is_cuda:
+            raise ValueError(f"a step cannot be captured: {member.name} is on {local_part(member.parameter).device}")
+    if plan.session is not None and plan.session.host_reads and plan.choice is not None:
+        raise ValueError(
+            f"a step cannot be captured: {plan.choice.transport} reads on the host {plan.session.host_reads} times a "
+            "step; transports without a host read are allowed, such as capped, local and full"
+        )
+    for bucket in plan.buckets:
+        if bucket.bucket.layout.axis is Axis.COLUMNS:
+            raise ValueError(f"a step cannot be captured: {bucket.bucket.name} is split by columns, not by rows")
+    if nonfinite == "skip":
+        raise ValueError('a step cannot be captured with nonfinite="skip"; nonfinite="rows" is allowed')
+
+
+def form(plan: Plan, operands: Sequence[Operands], state: State) -> Hashable:
+    """All that the device work of a step depends on beside what it reads from the device."""
+    live = ("params", *SCALARS)
+    options = [tuple((name, stable_repr(v)) for name, v in group.items() if name not in live) for group in plan.groups]
+    tensors = [
+        tensor
+        for members in plan.elementwise
+        for member in members
+        for tensor in (member.parameter, *state[member.parameter].values())
+    ]
+    decays = [members[0].group["weight_decay"] for members in plan.elementwise]
+    places = [local_part(tensor).data_ptr() for tensor in tensors]
+    sizes = plan.session.sizes if plan.session is not None else 0
+    return (sizes, *options, *decays, *places, *(each.form for each in operands))

@@ -1,0 +1,119 @@
+"""N tensors of one shape as one operand, with their addresses on the device, so that one kernel serves them all.
+
+Legend: N matrices of a bucket, R local rows and C local columns of one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes: rows that start at multiples of it are read and written in the widest accesses."""
+
+
+@dataclass(frozen=True)
+class Matrices(Sequence[Any]):
+    """N tensors (R, C) of one dtype, device and pair of strides, or None where one is missing.
+
+    A sequence of its tensors, so that plain torch can go through them one by one (typed `Any`, since a gradient
+    may be missing and a parameter not).
+
+    Attributes:
+        tensors: the N tensors.
+        addresses: (N,) int64 on their device, where each starts; 0 where it is missing.
+        shape: (R, C).
+        stride: elements from one row to the next, and from one column to the next.
+        dtype: of the tensors.
+        aligned: columns are adjacent, and every row of every tensor starts at a multiple of `ALIGNMENT` bytes.
+        starts: what `addresses` holds, on the host.
+    """
+
+    tensors: Sequence[Tensor | None]
+    addresses: Tensor
+    shape: tuple[int, int]
+    stride: tuple[int, int]
+    dtype: torch.dtype
+    aligned: bool
+    starts: Sequence[int]
+
+    def __getitem__(self, number: int | slice) -> Any:
+        return self.tensors[number]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def matrices(tensors: Sequence[Tensor | None], addresses: Tensor, like: Tensor) -> Matrices:
+    """The tensors as one operand; shape, dtype and strides are those of the first one, else of `like`.
+
+    Args:
+        tensors: N tensors of one shape; those that differ in dtype or strides from the first are copied.
+        addresses: (N,) int64 of the tensors as returned, which may be written later than this is called.
+        like: (R, C), what they are like where all are missing.
+    """
+    first = next((tensor for tensor in tensors if tensor is not None), like)
+    alike = [_alike(tensor, first) for tensor in tensors]
+    rows, columns = first.shape
+    row_stride, column_stride = first.stride()
+    places = starts(alike)
+    adjacent = column_stride == 1 and row_stride * first.itemsize % ALIGNMENT == 0
+    aligned = adjacent and all(place % ALIGNMENT == 0 for place in places)
+    return Matrices(alike, addresses, (rows, columns), (row_stride, column_stride), first.dtype, aligned, places)
+
+
+def alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors have one dtype and one pair of strides."""
+    return len({(tensor.dtype, tensor.stride()) for tensor in tensors}) <= 1
+
+
+def stacked(tensors: Sequence[Tensor | None], like: Tensor | None = None) -> Matrices:
+    """The tensors as one operand with addresses of its own, for a single call. Copies them to the device."""
+    first = next(tensor for tensor in (*tensors, like) if tensor is not None)
+    made = matrices(tensors, torch.empty(0, dtype=torch.int64, device=first.device), first)
+    return replace(made, addresses=torch.tensor(made.starts, dtype=torch.int64, device=first.device))
+
+
+def starts(tensors: Sequence[Tensor | None]) -> list[int]:
+    """The address of every tensor; 0 where it is missing."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _alike(tensor: Tensor | None, first: Tensor) -> Tensor | None:
+    if tensor is None or (tensor.dtype == first.dtype and tensor.stride() == first.stride()):
+        return tensor
+    return torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device).copy_(tensor)
+
+
+class DeviceNumbers:
+    """Integers and floats in one device tensor that the host rewrites by one pinned copy, without a wait.
+
+    The tensor never moves, so that a captured graph reads what was written last.
+    """
+
+    def __init__(self, num_integers: int, num_floats: int, device: torch.device) -> None:
+        self._values = torch.zeros(num_integers + num_floats, dtype=torch.int64, device=device)
+        self.integers = self._values[:num_integers]
+        """(num_integers,) int64."""
+        self.floats = self._values[num_integers:].view(torch.float64)
+        """(num_floats,) float64."""
+        self._written = b""
+
+    def write(self, integers: Sequence[int], floats: Sequence[float]) -> None:
+        """Brings the numbers to the device, on the current stream, if any has changed since the last call."""
+        content = array("q", integers).tobytes() + array("d", floats).tobytes()
+        if content == self._written:
+            return
+        # The host allocator of torch keeps pinned memory from reuse until the copy is done.
+        host = torch.frombuffer(bytearray(content), dtype=torch.int64)
+        pinned = host.pin_memory() if self._values.is_cuda else host
+        self._values.copy_(pinned, non_blocking=True)
+        self._written = content

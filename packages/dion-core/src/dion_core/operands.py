@@ -1,0 +1,169 @@
+"""What the stages of a step read and write, bucket by bucket: tensors as operands, and the options as scalars.
+
+On a GPU the addresses of all tensors and the values of all options lie in one device tensor, which the host
+rewrites by one pinned copy a step. A captured step therefore follows new gradients and new learning rates.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dion_core.buckets import MatrixBucket, Member
+from dion_core.matrices import DeviceNumbers, Matrices, alike, matrices, starts
+from dion_core.placements import local_part
+from dion_core.state import WAITED
+
+logger = logging.getLogger("dion_core")
+
+State = Mapping[Tensor, Mapping[str, Any]]
+Gradients = Sequence[Tensor | None]
+
+SCALARS = ("lr", "weight_decay", "momentum", "beta2")
+"""Options that the stages read; where an optimizer has none of a name it is 0."""
+ROLES = ("parameters", "momentum", "gradients", "second_moment", "waited")
+"""The tensors of a bucket, by what they are for."""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One bucket in one step.
+
+    Attributes:
+        parameters: N tensors (R, C), this rank's parts.
+        momentum: N tensors (R, C).
+        gradients: N tensors (R, C) or None.
+        second_moment: N tensors (R, 1), or none at all.
+        waited: N tensors (R, 1), or none at all.
+        scalars: the options of `SCALARS`; on a GPU 0-dim float64 tensors.
+    """
+
+    parameters: Sequence[Tensor]
+    momentum: Sequence[Tensor]
+    gradients: Gradients
+    second_moment: Sequence[Tensor]
+    waited: Sequence[Tensor]
+    scalars: Mapping[str, float | Tensor]
+
+    @property
+    def form(self) -> Hashable:
+        """What a captured step cannot follow: the form of the tensors. Their addresses and the options it can."""
+        tensors = [getattr(self, role) for role in ROLES]
+        return tuple((t.shape, t.stride, t.dtype, t.aligned) for t in tensors if isinstance(t, Matrices))
+
+
+class StepOperands:
+    """The operands of all buckets of a plan."""
+
+    def __init__(self, buckets: Sequence[MatrixBucket]) -> None:
+        self._buckets = buckets
+        numbers: dict[torch.device, list[int]] = {}
+        for number, bucket in enumerate(buckets):
+            if bucket.bucket.device.type == "cuda":
+                numbers.setdefault(bucket.bucket.device, []).append(number)
+        self._tables = [_DeviceTable([buckets[n] for n in of_device], of_device) for of_device in numbers.values()]
+
+    def of_step(self, state: State, gradients: Sequence[Gradients]) -> list[Operands]:
+        """The operands of the coming step, with their addresses and options on the device.
+
+        Args:
+            state: of the optimizer.
+            gradients: of every bucket, its N gradients.
+        """
+        operands = [_operands(bucket, state, each) for bucket, each in zip(self._buckets, gradients, strict=True)]
+        for table in self._tables:
+            on_device = table.of_step([operands[number] for number in table.numbers])
+            for number, each in zip(table.numbers, on_device, strict=True):
+                operands[number] = each
+        return operands
+
+
+class Rates:
+    """The learning rates of elementwise groups, on a GPU as tensors there, so that a captured step follows them."""
+
+    def __init__(self, parts: Sequence[Sequence[Member]]) -> None:
+        self._groups = [part[0].group for part in parts]
+        devices = [local_part(part[0].parameter).device for part in parts]
+        self._on_device = [DeviceNumbers(0, 1, device) if device.type == "cuda" else None for device in devices]
+
+    def of_step(self) -> list[float | Tensor]:
+        """The rate of every group."""
+        rates: list[float | Tensor] = []
+        for group, numbers in zip(self._groups, self._on_device, strict=True):
+            rate = group["lr"]
+            if numbers is not None:
+                numbers.write([], [_host_value(rate)])
+                if isinstance(rate, Tensor) and rate.is_cuda:
+                    numbers.floats.copy_(rate)
+                rate = numbers.floats[0]
+            rates.append(rate)
+        return rates
+
+
+class _DeviceTable:
+    """The addresses and options of the buckets on one GPU.
+
+    Attributes:
+        numbers: which buckets of the plan they are.
+    """
+
+    def __init__(self, buckets: Sequence[MatrixBucket], numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+        sizes = [bucket.bucket.num_matrices for bucket in buckets for _ in ROLES]
+        self._values = DeviceNumbers(sum(sizes), len(SCALARS) * len(buckets), buckets[0].bucket.device)
+        places = torch.split_with_sizes(self._values.integers, sizes)
+        self._places = [places[start : start + len(ROLES)] for start in range(0, len(places), len(ROLES))]
+        scalars = self._values.floats.unbind()
+        self._scalars = [scalars[start : start + len(SCALARS)] for start in range(0, len(scalars), len(SCALARS))]
+        self._known: list[dict[str, Sequence[Any]]] = [{} for _ in buckets]
+
+    def of_step(self, given: Sequence[Operands]) -> list[Operands]:
+        made: list[Operands] = []
+        addresses: list[int] = []
+        values: list[float] = []
+        for operands, places, scalars, known in zip(given, self._places, self._scalars, self._known, strict=True):
+            for role, place in zip(ROLES, places, strict=True):
+                tensors = getattr(operands, role)
+                # Only what lies elsewhere than before is looked at again, and gradients, which are new in every step.
+                before = known.get(role)
+                if role == "gradients" or not isinstance(before, Matrices) or before.starts != starts(tensors):
+                    known[role] = before = _on_device(role, tensors, place, operands.momentum[0])
+                addresses += before.starts if isinstance(before, Matrices) and before.starts else [0] * len(place)
+            values += [_host_value(value) for value in operands.scalars.values()]
+            made.append(Operands(**known, scalars=dict(zip(SCALARS, scalars, strict=True))))
+        self._values.write(addresses, values)
+        for operands, scalars in zip(given, self._scalars, strict=True):
+            for value, scalar in zip(operands.scalars.values(), scalars, strict=True):
+                if isinstance(value, Tensor) and value.is_cuda:
+                    scalar.copy_(value)
+        return made
+
+
+def _operands(bucket: MatrixBucket, state: State, gradients: Gradients) -> Operands:
+    states = [state[member.parameter] for member in bucket.members]
+    return Operands(
+        parameters=[local_part(member.parameter) for member in bucket.members],
+        momentum=[local_part(each["momentum"]) for each in states],
+        gradients=gradients,
+        second_moment=[local_part(each["second_moment"]) for each in states if "second_moment" in each],
+        waited=[local_part(each[WAITED]) for each in states] if bucket.may_defer else [],
+        scalars={name: bucket.options.get(name, 0.0) for name in SCALARS},
+    )
+
+
+def _on_device(role: str, tensors: Sequence[Any], place: Tensor, like: Tensor) -> Sequence[Any]:
+    """The tensors by address, or as they are where no kernel can go through them and they must not be copied."""
+    if role != "gradients" and not alike(tensors):
+        logger.info("%s of one bucket differ in strides and are handled one by one", role)
+        return tensors
+    return matrices(tensors, place, like)
+
+
+def _host_value(value: float | Tensor) -> float:
+    """The value of an option where the host knows it; that of a tensor on the GPU is copied on the device."""
+    return 0.0 if isinstance(value, Tensor) and value.is_cuda else float(value)

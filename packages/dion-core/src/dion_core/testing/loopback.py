@@ -1,0 +1,160 @@
+"""One rank of a world of W on one device: collectives that copy the same bytes without leaving it.
+
+Compute, memory and host time of a rank are thereby measured without a second device. What arrives has the right form
+and size (a rank receives what it sent), but is not what other ranks would send: results mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dion_core.collectives import Group, Handle, Reduction, split, stand_in
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A modelled wire: messages take their time on a stream of their own, one after the other.
+
+    Attributes:
+        bandwidth: bytes a second that leave a rank for others.
+        latency: seconds a message takes besides.
+    """
+
+    bandwidth: float
+    latency: float = 10e-6
+
+    def seconds(self, num_bytes: int) -> float:
+        """How long a message of so many bytes to others is under way."""
+        return self.latency + num_bytes / self.bandwidth
+
+
+class _Arrived:
+    def wait(self) -> None:
+        pass
+
+
+class _UnderWay:
+    """A message on the stream of the wire, which the current stream waits for."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.wait()
+
+
+@dataclass(frozen=True)
+class LoopbackGroup:
+    """A `Group` of `size` ranks of which this one exists; see the module.
+
+    Attributes:
+        size: how many ranks the group pretends to have.
+        rank: which of them this one is.
+        wire: a modelled wire (CUDA only), or None: messages take no longer than their copy.
+    """
+
+    size: int
+    rank: int = 0
+    wire: Wire | None = None
+    _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
+
+    def named(self, label: str) -> LoopbackGroup:
+        return self
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
+        pieces = [_resized(tensor, output.numel()) for output in outputs]
+        return self._send(list(outputs), pieces, tensor)
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
+        return self._send([], [], tensor)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
+        return self._send([output], [tensor[: output.numel()]], tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+        return self._send([], [], tensor)
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle:
+        if list(output_splits) == list(input_splits):
+            return self._send([output], [tensor], tensor)
+        own = split(tensor, input_splits)[self.rank]
+        pieces = [_resized(own, length) for length in output_splits if length]
+        return self._send([piece for piece in split(output, output_splits) if piece.numel()], pieces, tensor)
+
+    def _send(self, outputs: list[Tensor], pieces: list[Tensor], message: Tensor) -> Handle:
+        if self.wire is None or not message.is_cuda:
+            if outputs:
+                torch._foreach_copy_(outputs, pieces)
+            return _Arrived()
+        stream = self._streams.setdefault(message.device, torch.cuda.Stream(message.device))
+        stream.wait_stream(torch.cuda.current_stream(message.device))
+        remote = message.numel() * message.element_size() * (self.size - 1) // self.size
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(self.wire.seconds(remote) * _cycles_per_second(message.device)))
+            if outputs:
+                torch._foreach_copy_(outputs, pieces)
+            for tensor in (message, *outputs):
+                tensor.record_stream(stream)
+            return _UnderWay(stream.record_event())
+
+
+def _resized(piece: Tensor, length: int) -> Tensor:
+    """The piece repeated, or its start, so that it has the length."""
+    if piece.numel() >= length:
+        return piece[:length]
+    if not piece.numel():
+        return piece.new_zeros(length)
+    return piece.repeat(-(-length // piece.numel()))[:length]
+
+
+_CYCLES: dict[torch.device, float] = {}
+
+
+def _cycles_per_second(device: torch.device) -> float:
+    """The clock by which `torch.cuda._sleep` counts, measured once."""
+    if device not in _CYCLES:
+        cycles = 20_000_000
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(cycles)
+        before.record()
+        torch.cuda._sleep(cycles)
+        after.record()
+        after.synchronize()
+        _CYCLES[device] = cycles / before.elapsed_time(after) * 1e3
+    return _CYCLES[device]
+
+
+@contextmanager
+def loopback(world_size: int, device: str, *, wire: Wire | None = None) -> Iterator[tuple[DeviceMesh, Group]]:
+    """A mesh of `world_size` ranks, this one being rank 0, whose collectives are those of a `LoopbackGroup`.
+
+    Optimizers of DTensors on that mesh then run as one rank of so many.
+
+    Args:
+        world_size: W.
+        device: "cuda" or "cpu".
+        wire: see `LoopbackGroup`.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        mesh = init_device_mesh(device, (world_size,))
+        group = LoopbackGroup(world_size, wire=wire)
+        with stand_in(mesh.get_group(), group):
+            yield mesh, group
+    finally:
+        dist.destroy_process_group()
