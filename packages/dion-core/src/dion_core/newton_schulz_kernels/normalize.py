@@ -1,0 +1,136 @@
+"""Normalization of whole matrices in two passes over memory: one reads, one reads and writes.
+
+Numbers are scaled by a power of two before they are squared, so that nothing overflows or vanishes at any scale
+and the scaling itself is exact. The sum of squares of a row is kept with the row's own power of two.
+
+Example: rows (3, 4) and (0.25, 0). Largest entries 4 and 0.25, powers 1/4 and 4, scaled rows (0.75, 1) and (1, 0),
+sums of squares 1.5625 and 1. The matrix has the power 1/4: total 1.5625 + 1 * ((1/4) / 4)^2 = 1.56640625, and every
+entry is multiplied by 1/4 and then by 1 / sqrt(total) = 0.7990: (0.599, 0.799), (0.050, 0).
+
+Legend: B matrices of R rows and C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dion_core.newton_schulz_kernels.launch import launch
+
+_BLOCK = 8192
+
+
+@triton.jit
+def _power_of_two(largest):
+    """A power of two that brings `largest` into [1, 2), or below 1 if it is subnormal; finite and not 0."""
+    exponent = largest.to(tl.int32, bitcast=True) >> 23 & 255
+    return (tl.minimum(tl.maximum(254 - exponent, 1), 253) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["eighths"])
+def _row_norms_kernel(x, largest, squares, eighths, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """Writes the largest absolute value of a row, and its sum of squares once scaled."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = eighths * 8  # tells the compiler that rows begin at multiples of 16 bytes
+    offsets = tl.arange(0, BLOCK)
+    if BLOCKS == 1:
+        values = tl.load(x + row * columns + offsets, mask=offsets < columns, other=0).to(tl.float32)
+        top = tl.max(tl.abs(values))
+        values *= _power_of_two(top)
+        total = tl.sum(values * values)
+    else:
+        tops = tl.zeros((BLOCK,), tl.float32)
+        for block in range(BLOCKS):
+            inside = block * BLOCK + offsets < columns
+            values = tl.load(x + row * columns + block * BLOCK + offsets, mask=inside, other=0).to(tl.float32)
+            tops = tl.maximum(tops, tl.abs(values))
+        top = tl.max(tops)
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for block in range(BLOCKS):
+            inside = block * BLOCK + offsets < columns
+            values = tl.load(x + row * columns + block * BLOCK + offsets, mask=inside, other=0).to(tl.float32)
+            values *= _power_of_two(top)
+            sums += values * values
+        total = tl.sum(sums)
+    tl.store(largest + row, top)
+    tl.store(squares + row, total)
+
+
+@triton.jit(do_not_specialize=["rows", "eighths"])
+def _scale_kernel(
+    x, out, largest, squares, rows, eighths,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STATS: tl.constexpr, STAT_BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Writes ROWS rows over the Frobenius norm of their matrix; a matrix of zeros stays one."""
+    matrix = tl.program_id(1).to(tl.int64)
+    columns = eighths * 8
+    at = tl.arange(0, STATS)
+    tops = tl.zeros((STATS,), tl.float32)
+    for block in range(STAT_BLOCKS):
+        place = block * STATS + at
+        tops = tl.maximum(tops, tl.load(largest + matrix * rows + place, mask=place < rows, other=0))
+    power = _power_of_two(tl.max(tops))
+    sums = tl.zeros((STATS,), tl.float32)
+    for block in range(STAT_BLOCKS):
+        place = block * STATS + at
+        own = _power_of_two(tl.load(largest + matrix * rows + place, mask=place < rows, other=0))
+        # A row far smaller than the largest counts for nothing: the square of the ratio may vanish.
+        sums += tl.load(squares + matrix * rows + place, mask=place < rows, other=0) * (power / own) * (power / own)
+    total = tl.sum(sums)
+    inverse = tl.where(total == 0, 0.0, 1 / tl.sqrt(tl.where(total == 0, 1.0, total)))
+    offsets = tl.arange(0, BLOCK)
+    for local in range(ROWS):
+        row = tl.program_id(0) * ROWS + local
+        for block in range(BLOCKS):
+            inside = (block * BLOCK + offsets < columns) & (row < rows)
+            place = (matrix * rows + row) * columns + block * BLOCK + offsets
+            values = tl.load(x + place, mask=inside, other=0).to(tl.float32)
+            tl.store(out + place, (values * power * inverse).to(out.dtype.element_ty), mask=inside)
+
+
+def normalize(matrices: Tensor, *, out: Tensor) -> Tensor:
+    """Returns `out`, holding each matrix over its Frobenius norm.
+
+    Args:
+        matrices: (B, R, C), contiguous, float32, bfloat16 or float16; C a multiple of 8, none of the sizes 0.
+        out: (B, R, C), contiguous, of any of these dtypes.
+    """
+    batch, rows, columns = matrices.shape
+    block = min(triton.next_power_of_2(columns), _BLOCK)
+    blocks = triton.cdiv(columns, block)
+    stats = min(triton.next_power_of_2(rows), 1024)
+    # Each program that scales sums up the norms of its matrix once: fewer programs where there are many rows.
+    own = 8 if rows > 512 else 2
+    norms = torch.empty((2, batch * rows), dtype=torch.float32, device=matrices.device)
+    largest, squares = norms.unbind()
+    warps = 4 if block <= 2048 else 8
+    _launch(
+        _row_norms_kernel, (batch * rows, 1), [matrices, largest, squares, columns // 8], (block, blocks), warps=warps
+    )
+    _launch(
+        _scale_kernel,
+        (triton.cdiv(rows, own), batch),
+        [matrices, out, largest, squares, rows, columns // 8],
+        (block, blocks, stats, triton.cdiv(rows, stats), own),
+        warps=warps,
+    )
+    return out
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, int], arguments: Sequence[Any], constants: tuple[int, ...], *, warps: int
+) -> None:
+    """Launches a kernel whose first argument is the input."""
+    matrices = arguments[0]
+    if matrices.device.type == "cpu":  # Triton's interpreter
+        kernel[grid](*arguments, *constants, num_warps=warps)
+        return
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    # Loads and stores are wide only where addresses are multiples of 16.
+    key = tuple((tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
+    launch(kernel, grid, arguments, constants, key=key, device=matrices.device, num_warps=warps)
