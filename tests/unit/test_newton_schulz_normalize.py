@@ -66,3 +66,14 @@ def test_not_a_number_stays_in_its_matrix() -> None:
     result = normalized(matrices)
     assert result[0].isnan().all()
     assert result[1].isfinite().all()
+
+
+def test_rows_are_read_where_they_lie() -> None:
+    """In any order, some more than once; -1 is a row of zeros."""
+    torch.manual_seed(2)
+    rows = torch.randn(9, 24)
+    place = torch.tensor([[8, 3, -1], [0, 0, 5], [-1, -1, -1]])
+    out = torch.full((3, 3, 24), float("nan"), device=DEVICE)
+    kernels.normalize_rows(rows.to(DEVICE), place.to(DEVICE), out=out)
+    matrices = torch.where((place >= 0)[:, :, None], rows[place], 0.0)
+    torch.testing.assert_close(out.cpu().double(), expected(matrices), rtol=2e-6, atol=1e-9)

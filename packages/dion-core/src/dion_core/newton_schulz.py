@@ -181,12 +181,31 @@ class NewtonSchulz:
             if matrices.device.type == "cpu":
                 # Batched CPU products change bits with the batch size and with the alignment of the storage.
                 return torch.stack([self._orthogonalize(matrix) for matrix in matrices.unbind()])
-            kernels = _kernels_for(matrices, self.compute_dtype)
+            kernels = _kernels_for(matrices, matrices.shape[1], matrices.shape[2], self.compute_dtype)
             if kernels is None:
                 return self._orthogonalize(matrices)
             segments = tuple(segment.coefficients for segment in self.segments(*matrices.shape[1:]))
             result: Tensor = kernels.orthogonalize(matrices, segments)
             return result
+
+    def of_rows(self, rows: Tensor, place: Tensor) -> Tensor:
+        """Returns what `__call__` does of matrices whose rows lie in a buffer, which spares a copy on a GPU.
+
+        Args:
+            rows: (S, C), contiguous, floating.
+            place: (B, R) int64: the row of the buffer that is each row of each matrix; -1 for a row of zeros.
+
+        Returns:
+            (B, R, C) in new storage, in the dtype and on the device of ``rows``.
+        """
+        shape = (*place.shape, rows.shape[1])
+        kernels = _kernels_for(rows, shape[1], shape[2], self.compute_dtype)
+        if kernels is None or 0 in (*shape, len(rows)):
+            matrices = torch.nn.functional.pad(rows, (0, 0, 0, 1))[place]  # -1 is the row of zeros
+            return self(matrices)
+        segments = tuple(segment.coefficients for segment in self.segments(*shape[1:]))
+        result: Tensor = kernels.orthogonalize_rows(rows, place, segments)
+        return result
 
     def _orthogonalize(self, matrices: Tensor) -> Tensor:
         """Does the work of `__call__` for (m, n) or (B, m, n), none of them 0, with torch's own products."""
@@ -250,14 +269,14 @@ def _normalize(matrices: Tensor) -> Tensor:
     return x / norm.clamp(min=1)
 
 
-def _kernels_for(matrices: Tensor, compute_dtype: torch.dtype | None) -> ModuleType | None:
+def _kernels_for(values: Tensor, rows: int, columns: int, compute_dtype: torch.dtype | None) -> ModuleType | None:
     """The module that does the same in kernels of its own, in float16; None where it cannot be used."""
-    if matrices.device.type != "cuda" or matrices.dtype == torch.float64:
+    if values.device.type != "cuda" or values.dtype == torch.float64:
         return None
     if compute_dtype not in (None, torch.float16):
         return None
     kernels = _import_kernels()
-    usable = kernels is not None and kernels.runs_on(matrices.device, *matrices.shape[1:])
+    usable = kernels is not None and kernels.runs_on(values.device, rows, columns)
     return kernels if usable else None
 
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dion_core.newton_schulz_kernels.choices import Choice, choose
 from dion_core.newton_schulz_kernels.launch import launch
 from dion_core.newton_schulz_kernels.listing import Coefficients, Kind, list_products
-from dion_core.newton_schulz_kernels.normalize import normalize
+from dion_core.newton_schulz_kernels.normalize import normalize, normalize_rows
 from dion_core.newton_schulz_kernels.products import products_kernel
 
 _BLOCK = 128
@@ -46,8 +46,26 @@ def orthogonalize(matrices: Tensor, segments: Segments) -> Tensor:
     """
     choice = choice_for(matrices.device, *matrices.shape)
     room = make_room(*matrices.shape, device=matrices.device, choice=choice)
-    normalize(matrices.contiguous(), out=room[0])
+    normalize(matrices, out=room[0])
     return iterate(room, segments, dtype=matrices.dtype, choice=choice)
+
+
+def orthogonalize_rows(rows: Tensor, place: Tensor, segments: Segments) -> Tensor:
+    """Returns the matrices whose rows lie in a buffer, normalized and after all steps.
+
+    Args:
+        rows: (S, C), contiguous, float32, bfloat16 or float16.
+        place: (B, R) int64, contiguous: the row of the buffer that is each row of each matrix; -1 for a row of zeros.
+        segments: (a, b, c) of each step, by segment.
+
+    Returns:
+        (B, R, C) in new storage, in the dtype of `rows`.
+    """
+    shape = (*place.shape, rows.shape[1])
+    choice = choice_for(rows.device, *shape)
+    room = make_room(*shape, device=rows.device, choice=choice)
+    normalize_rows(rows, place, out=room[0])
+    return iterate(room, segments, dtype=rows.dtype, choice=choice)
 
 
 def make_room(batch: int, rows: int, columns: int, *, device: torch.device, choice: Choice) -> Tensor:

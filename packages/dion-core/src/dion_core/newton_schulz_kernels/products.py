@@ -1,11 +1,11 @@
 """One kernel for a whole list of products of the Newton-Schulz iteration, for Hopper's tensor cores.
 
-The list (`dion_core.newton_schulz_kernels.listing`) names products of three kinds: the Gram matrix of X, products of symmetric
+The list (`listing`) names products of three kinds: the Gram matrix of X, products of symmetric
 m x m matrices that commute, and Q X. The first two are symmetric: only the tiles on and below the diagonal are
 computed, and what lies below is stored a second time, transposed. Results are symmetric to the bit, also within the
 blocks on the diagonal: an asymmetric rounding error would not stay harmless as it does in whole products.
 
-Program p of P takes places p, p + P, p + 2 P, ... of the sequence (`dion_core.newton_schulz_kernels.schedule`), and starts a tile
+Program p of P takes places p, p + P, p + 2 P, ... of the sequence (`schedule`), and starts a tile
 as soon as the products before it are complete for its matrix: no product waits for the last tile of the one before,
 and there is one launch. Warps have fixed tasks and hand shared memory to each other:
 
