@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from statistics import median
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ CANDIDATES = tuple(
     replace(choice, apply_inside=inside) for choice in (WIDE, replace(WIDE, band=8), SINGLE) for inside in (True, False)
 )
 
-ROUNDS = 3
+ROUNDS = 2
 
 
 def captured_ms(function: Callable[[], object], *, repeats: int = 10) -> float:
@@ -65,6 +66,17 @@ def eager_ms(function: Callable[[], object], *, repeats: int = 10) -> float:
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))
     return median(times[2:])
+
+
+def host_us(function: Callable[[], object], *, repeats: int = 20) -> float:
+    """Mean host time of a call that does not wait for the device."""
+    torch.cuda.synchronize()
+    begin = perf_counter()
+    for _ in range(repeats):
+        function()
+    time = perf_counter() - begin
+    torch.cuda.synchronize()
+    return 1e6 * time / repeats
 
 
 def operations(batch: int, m: int, n: int, segments: iteration.Segments) -> float:
@@ -148,16 +160,21 @@ def main() -> None:
     if arguments.write:
         write()
     print(f"cuBLAS 8192^3: bf16 {ceiling(torch.bfloat16):.0f}, fp16 {ceiling(torch.float16):.0f} TFLOP/s")
-    print("batch x m x n          captured ms  target   eager ms  TFLOP/s  captured with torch's products, ms")
+    print(
+        "batch x m x n          captured ms  target   eager ms   host us  TFLOP/s  captured with torch's products, ms"
+    )
     orthogonalize = NewtonSchulz()
     for (batch, m, n), target in zip(SHAPES, TARGETS, strict=True):
         matrices = random_matrices(batch, m, n)
         captured = captured_ms(lambda matrices=matrices: orthogonalize(matrices))  # type: ignore[misc]
         eager = eager_ms(lambda matrices=matrices: orthogonalize(matrices))  # type: ignore[misc]
+        host = host_us(lambda matrices=matrices: orthogonalize(matrices))  # type: ignore[misc]
         plain = captured_ms(lambda matrices=matrices: orthogonalize._orthogonalize(matrices))  # type: ignore[misc]
         rate = operations(batch, m, n, segments_of(m, n)) / captured / 1e9
-        row = f"{f'{batch} x {m} x {n}':22} {captured:11.3f} {target:7.2f} {eager:10.3f} {rate:8.0f} {plain:8.3f}"
-        print(row, flush=True)
+        shape = f"{batch} x {m} x {n}"
+        print(
+            f"{shape:22} {captured:11.3f} {target:7.2f} {eager:10.3f} {host:9.0f} {rate:8.0f} {plain:8.3f}", flush=True
+        )
         if arguments.products:
             print_products(batch, m, n)
 

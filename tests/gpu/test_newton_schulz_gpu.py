@@ -21,8 +21,7 @@ WIDE, SINGLE = choices.DEFAULT, choices.SMALL
 CHOICES = [
     WIDE,
     replace(WIDE, apply_inside=False),
-    replace(WIDE, band=2),
-    replace(WIDE, depth=32, stages=6),
+    replace(WIDE, band=8),
     SINGLE,
     replace(SINGLE, apply_inside=False),
 ]
@@ -146,6 +145,22 @@ def test_capture_replays_to_the_same_bits() -> None:
     matrices.copy_(torch.randn_like(matrices))
     graph.replay()
     assert torch.equal(result, orthogonalize(matrices))
+
+
+def test_launches_at_the_same_time_do_not_wait_for_each_other_forever() -> None:
+    """Programs of several launches share the multiprocessors, so that none of them runs as a whole."""
+    inputs = [torch.randn(3, 640, 1024, device="cuda").bfloat16() for _ in range(4)]
+    expected = [NewtonSchulz()(matrices) for matrices in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        results = []
+        for stream, matrices in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(NewtonSchulz()(matrices))
+        torch.cuda.synchronize()
+        for result, right in zip(results, expected, strict=True):
+            assert torch.equal(result, right)
 
 
 def test_no_synchronization() -> None:

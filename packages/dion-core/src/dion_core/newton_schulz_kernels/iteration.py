@@ -133,7 +133,7 @@ def _run(x: Tensor, segments: Segments, choice: Choice, dtype: torch.dtype | Non
     plan = _plan(segments, dtype is not None, (batch, rows, columns), choice, device)
     work = torch.empty((plan.buffers, batch, m, m), dtype=torch.float16, device=device)
     out = work if dtype is None else torch.empty((batch, rows, columns), dtype=dtype, device=device)
-    counters = torch.zeros(batch, dtype=torch.int32, device=device)
+    counters = torch.zeros(batch + 1, dtype=torch.int32, device=device)
     tall = rows > columns
     addresses = (x.data_ptr(), out.data_ptr(), work.data_ptr())
     sizes = (copies, batch, rows, columns, plan.buffers)
@@ -145,7 +145,6 @@ def _run(x: Tensor, segments: Segments, choice: Choice, dtype: torch.dtype | Non
         key=dtype or torch.float16,
         device=device,
         num_warps=4,
-        launch_cooperative_grid=True,
     )
     return work[plan.last] if dtype is None else out
 

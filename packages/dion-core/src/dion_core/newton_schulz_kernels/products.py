@@ -1,15 +1,16 @@
 """One kernel for a whole list of products of the Newton-Schulz iteration, for Hopper's tensor cores.
 
-The list (`listing`) names products of three kinds: the Gram matrix of X, products of symmetric
-m x m matrices that commute, and Q X. The first two are symmetric: only the tiles on and below the diagonal are
-computed, and what lies below is stored a second time, transposed. Results are symmetric to the bit, also within the
-blocks on the diagonal: an asymmetric rounding error would not stay harmless as it does in whole products.
+The list (module `listing`) names products of three kinds: the Gram matrix of X, products of symmetric m x m matrices
+that commute, and Q X. The first two are symmetric: only the tiles on and below the diagonal are computed, and what
+lies below is stored a second time, transposed. Results are symmetric to the bit, also within the blocks on the
+diagonal: an asymmetric rounding error would not stay harmless as it does in whole products.
 
-Program p of P takes places p, p + P, p + 2 P, ... of the sequence (`schedule`), and starts a tile
-as soon as the products before it are complete for its matrix: no product waits for the last tile of the one before,
-and there is one launch. Warps have fixed tasks and hand shared memory to each other:
+Programs claim places of the sequence (`schedule`) one by one, and start a tile as soon as the products before it are
+complete for its matrix: no product waits for the last tile of the one before, and there is one launch. What a tile
+waits for has been claimed before it, by programs that run. So no program has to wait for one that does not, be it
+because a collective holds its multiprocessor. Warps have fixed tasks and hand shared memory to each other:
 
-    produce   loads slices of the operands, up to STAGES ahead, across tiles and products
+    produce   claims places, loads slices of the operands, up to STAGES ahead, across tiles and products
     consume   multiplies: two groups of four warps, each 64 of the 128 rows of a tile
     transfer  loads what is added, stores results, announces them: one warp for each group
 
@@ -17,8 +18,7 @@ Example: in the sequence of `schedule`, place 7 is tile 1 of product 1 of matrix
 reached 6: three tiles of product 0, each announced by two warps. For alpha = 2, beta = 3, gamma = 1, entry (5, 5) of
 the tile becomes 2 * (row 5 of A . row 5 of B) + 3 * C[5, 5] + 1 in float32, and is then rounded.
 
-All programs have to run at the same time, which a cooperative launch makes sure of. Results depend neither on their
-number nor on timing: each tile is summed up by one program in one order.
+Results depend neither on which program works a tile out nor on when: each tile is summed up in one order.
 
 Legend: as in `schedule`; H = 64 half the rows of a tile, TK the depth of a slice, A, B left and right factor, C what
 is added. "Turned" operands lie in memory with the rows that are multiplied running down.
@@ -36,16 +36,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dion_core.newton_schulz_kernels.counters import announce_tile, await_tiles
-from dion_core.newton_schulz_kernels.schedule import APPLY, FIELDS, GRAM, T, find
+from dion_core.newton_schulz_kernels.counters import (
+    announce_tile,
+    await_tiles,
+    claim_place,
+    claimed_place,
+    pass_place,
+    receive_place,
+)
+from dion_core.newton_schulz_kernels.schedule import APPLY, FIELDS, GRAM, T, find, is_narrow
 
 H = gl.constexpr(64)
-
-
-@gluon.jit
-def _is_narrow(kind, i, j, WIDE: gl.constexpr, TALL: gl.constexpr):
-    """Whether the second block of a tile lies above the diagonal and is left out (not so if X is tall)."""
-    return (kind != APPLY) & (WIDE * j + WIDE - 1 > i) & (not TALL)
 
 
 @gluon.jit
@@ -67,7 +68,7 @@ def _load_pair(a_source, b_source, a_at, b_at, k, a_slot, b_slot, ready, narrow)
 
 @gluon.jit
 def _produce(
-    x_rows, x_cols, x_apply, w_rows, w_cols, ring, work,
+    x_rows, x_cols, x_apply, w_rows, w_cols, ring, places, work,
     WIDE: gl.constexpr, TK: gl.constexpr, BAND: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring with the slices of all tiles of this program, in order."""
@@ -77,13 +78,17 @@ def _produce(
     product = 0
     start = 0
     before = 0
-    for place in range(gl.program_id(0), total, gl.num_programs(0)):
+    tile = 0
+    place = claimed_place(claim_place(counters + batch))
+    while place < total:
+        pass_place(place, places, tile)
+        ticket = claim_place(counters + batch)  # the answer is there when this tile is loaded
         product, start, before, kind, matrix, i, j = find(place, product, start, before, work, WIDE, BAND, TALL)
         row = i * T
         column = j * (T * WIDE)
         a = gl.load(listing + product * FIELDS + 1) * batch + matrix
         b = gl.load(listing + product * FIELDS + 2) * batch + matrix
-        narrow = _is_narrow(kind, i, j, WIDE, TALL)
+        narrow = is_narrow(kind, i, j, WIDE, TALL)
         await_tiles(counters + matrix, 2 * before)
         for step in range(gl.cdiv(gl.where(kind == GRAM, n, m), TK)):
             slot = at % STAGES
@@ -110,6 +115,9 @@ def _produce(
             else:
                 _load_pair(w_rows, w_cols, a * m + row, b * m + column, k, a_slot, b_slot, ready, narrow)
             at += 1
+        place = claimed_place(ticket)
+        tile += 1
+    pass_place(place, places, tile)
 
 
 @gluon.jit
@@ -229,7 +237,7 @@ def _consume_tile(
 
 @gluon.jit
 def _consume(
-    w_add, out, ring, box, work, HALF: gl.constexpr,
+    w_add, out, ring, box, places, work, HALF: gl.constexpr,
     WIDE: gl.constexpr, TK: gl.constexpr, BAND: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Multiplies rows HALF * H to HALF * H + H - 1 of every tile of this program."""
@@ -240,44 +248,36 @@ def _consume(
     product = 0
     start = 0
     before = 0
-    for place in range(gl.program_id(0), total, gl.num_programs(0)):
+    tile = 0
+    place = receive_place(places, tile, 4)
+    while place < total:
         product, start, before, kind, _, i, j = find(place, product, start, before, work, WIDE, BAND, TALL)
         steps = gl.cdiv(gl.where(kind == GRAM, n, m), TK)
         counts = (at, number, added)
         # Whole tiles are worked out in each case: where accumulators of two cases met, the compiler would make every
         # product wait for the one before.
-        if TALL:
-            if kind == GRAM:
-                at, number, added = _consume_tile(
-                    w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
-                    HALF, WIDE, WIDE, TK, True, True, STAGES,
-                )  # fmt: skip
-            elif kind == APPLY:
-                at, number, added = _consume_tile(
-                    w_add, out, ring, box, listing, counts, product, APPLY, i, j, steps,
-                    HALF, WIDE, WIDE, TK, False, False, STAGES,
-                )  # fmt: skip
-            else:
-                at, number, added = _consume_tile(
-                    w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
-                    HALF, WIDE, WIDE, TK, False, False, STAGES,
-                )  # fmt: skip
+        if TALL and kind == GRAM:
+            at, number, added = _consume_tile(
+                w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
+                HALF, WIDE, WIDE, TK, True, True, STAGES,
+            )  # fmt: skip
+        elif kind == APPLY:
+            at, number, added = _consume_tile(
+                w_add, out, ring, box, listing, counts, product, APPLY, i, j, steps,
+                HALF, WIDE, WIDE, TK, False, not TALL, STAGES,
+            )  # fmt: skip
+        elif is_narrow(kind, i, j, WIDE, TALL):
+            at, number, added = _consume_tile(
+                w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
+                HALF, 1, WIDE, TK, False, False, STAGES,
+            )  # fmt: skip
         else:
-            if kind == APPLY:
-                at, number, added = _consume_tile(
-                    w_add, out, ring, box, listing, counts, product, APPLY, i, j, steps,
-                    HALF, WIDE, WIDE, TK, False, True, STAGES,
-                )  # fmt: skip
-            elif _is_narrow(kind, i, j, WIDE, TALL):
-                at, number, added = _consume_tile(
-                    w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
-                    HALF, 1, WIDE, TK, False, False, STAGES,
-                )  # fmt: skip
-            else:
-                at, number, added = _consume_tile(
-                    w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
-                    HALF, WIDE, WIDE, TK, False, False, STAGES,
-                )  # fmt: skip
+            at, number, added = _consume_tile(
+                w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
+                HALF, WIDE, WIDE, TK, False, False, STAGES,
+            )  # fmt: skip
+        tile += 1
+        place = receive_place(places, tile, 4)
 
 
 @gluon.jit
@@ -298,7 +298,7 @@ def _store_symmetric(w_direct, w_mirror, w_corner, direct, mirror, matrix, i, bl
 
 @gluon.jit
 def _transfer(
-    w_add, w_direct, w_mirror, w_corner, x_direct, out, box, work,
+    w_add, w_direct, w_mirror, w_corner, x_direct, out, box, places, work,
     HALF: gl.constexpr, WIDE: gl.constexpr, BAND: gl.constexpr, TALL: gl.constexpr,
 ):  # fmt: skip
     """Loads C for, stores and announces the blocks of one consuming group."""
@@ -308,14 +308,16 @@ def _transfer(
     product = 0
     start = 0
     before = 0
-    for place in range(gl.program_id(0), total, gl.num_programs(0)):
+    tile = 0
+    place = receive_place(places, tile, 1)
+    while place < total:
         product, start, before, kind, matrix, i, j = find(place, product, start, before, work, WIDE, BAND, TALL)
         row = i * T + HALF * H
         added = gl.load(listing + product * FIELDS + 3)
         target = gl.load(listing + product * FIELDS + 4)
         if added >= 0:
             await_tiles(counters + matrix, 2 * before)
-            narrow = _is_narrow(kind, i, j, WIDE, TALL)
+            narrow = is_narrow(kind, i, j, WIDE, TALL)
             c_row = (added * batch + matrix) * m + row
             mbarrier.expect(c_full, H * T * 2, pred=narrow)
             mbarrier.expect(c_full, H * T * 2 * WIDE, pred=narrow == 0)
@@ -340,6 +342,8 @@ def _transfer(
                 mbarrier.arrive(out_empty)
                 number += 1
         announce_tile(counters + matrix)
+        tile += 1
+        place = receive_place(places, tile, 1)
 
 
 # Nothing is compiled anew for a size that happens to be 1 or a multiple of 16.
@@ -362,18 +366,25 @@ def products_kernel(
         mbarrier.init(empty.index(slot), count=2)
     for number in gl.static_range(6):
         mbarrier.init(box_barriers.index(number), count=1)
+    next_place = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    place_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    place_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for number in gl.static_range(2):
+        mbarrier.init(place_full.index(number), count=1)
+        mbarrier.init(place_empty.index(number), count=4)
     fence_async_shared()
+    places = (next_place, place_full, place_empty)
     ring = (a_ring, b_ring, full, empty)
     box_0 = (direct.index(0), mirror.index(0), box_barriers.index(0), box_barriers.index(1), box_barriers.index(2))
     box_1 = (direct.index(1), mirror.index(1), box_barriers.index(3), box_barriers.index(4), box_barriers.index(5))
     work = (listing, counters, total, batch, m, n)
     gl.warp_specialize(
         [
-            (_consume, (w_add, out, ring, box_0, work, 0, WIDE, TK, BAND, TALL, STAGES)),
-            (_consume, (w_add, out, ring, box_1, work, 1, WIDE, TK, BAND, TALL, STAGES)),
-            (_produce, (x_rows, x_cols, x_apply, w_rows, w_cols, ring, work, WIDE, TK, BAND, TALL, STAGES)),
-            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_direct, out, box_0, work, 0, WIDE, BAND, TALL)),
-            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_direct, out, box_1, work, 1, WIDE, BAND, TALL)),
+            (_consume, (w_add, out, ring, box_0, places, work, 0, WIDE, TK, BAND, TALL, STAGES)),
+            (_consume, (w_add, out, ring, box_1, places, work, 1, WIDE, TK, BAND, TALL, STAGES)),
+            (_produce, (x_rows, x_cols, x_apply, w_rows, w_cols, ring, places, work, WIDE, TK, BAND, TALL, STAGES)),
+            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_direct, out, box_0, places, work, 0, WIDE, BAND, TALL)),
+            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_direct, out, box_1, places, work, 1, WIDE, BAND, TALL)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

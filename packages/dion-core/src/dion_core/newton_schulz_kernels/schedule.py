@@ -50,6 +50,12 @@ def triangle_tile(place, count, WIDE: tl.constexpr, BAND: tl.constexpr):
 
 
 @triton.jit
+def is_narrow(kind, i, j, WIDE: tl.constexpr, TALL: tl.constexpr):
+    """Whether the second block of tile (i, j) lies above the diagonal and is left out (not so if X is tall)."""
+    return (kind != APPLY) & (WIDE * j + WIDE - 1 > i) & (not TALL)
+
+
+@triton.jit
 def rectangle_tile(place, rows, columns, BAND: tl.constexpr):
     """(row, column) of tile `place` of rows x columns tiles, in bands of BAND rows, column by column."""
     first = place // (columns * BAND) * BAND
