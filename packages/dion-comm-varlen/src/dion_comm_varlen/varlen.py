@@ -13,25 +13,21 @@ from functools import cached_property
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from dion_core.layout import Axis
-from dion_core.packing import SlotExchange, SlotPlan
+from dion_core.packing import SlotExchange, SlotPlan, bring
 from dion_core.rows import RowSelection
 from dion_core.steps import Steps, done
 from dion_core.transport import Bucket, Scope, Session, Transport
 
 
-@dataclass(frozen=True)
 class UniformPlan(SlotPlan):
     """Slots in chunks that are equally long for every pair of ranks: as long as the longest needs."""
 
     @cached_property
-    def _longest(self) -> int:
-        ranks = range(self.bucket.layout.group.size)
-        return max(super(UniformPlan, self).rows_between(source, owner) for source in ranks for owner in ranks)
-
-    def rows_between(self, source: int, owner: int) -> int:
-        return self._longest
+    def chunks(self) -> Tensor:
+        return torch.full_like(self.slots_by_pair, int(self.slots_by_pair.max()))
 
 
 class CountedSession(Session):
@@ -41,29 +37,24 @@ class CountedSession(Session):
 
     def __init__(self, buckets: Sequence[Bucket], plan: type[SlotPlan]) -> None:
         # Until rows are counted, and for good where columns are split, the plan is one of fixed slots.
-        super().__init__([SlotExchange(bucket, SlotPlan(bucket, bucket.offered)) for bucket in buckets])
-        self._exchanges = [exchange for exchange in self.exchanges if isinstance(exchange, SlotExchange)]
+        exchanges = [SlotExchange(bucket, SlotPlan.of(bucket, bucket.offered)) for bucket in buckets]
+        super().__init__(exchanges)
+        self._exchanges = exchanges
         self._plan = plan
 
     def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
-        counts = torch.cat([selection.count_by_rank.flatten() for selection in selections]).tolist()
-        for exchange, selection in zip(self._exchanges, selections, strict=True):
-            num_ranks, num_matrices = selection.count_by_rank.shape
-            of_bucket, counts = counts[: num_ranks * num_matrices], counts[num_ranks * num_matrices :]
-            if exchange.bucket.layout.axis is Axis.ROWS:
-                exchange.plan = self._plan(exchange.bucket, _Counts(of_bucket, num_matrices))
+        counted = [
+            (exchange, selection.count_by_rank)
+            for exchange, selection in zip(self._exchanges, selections, strict=True)
+            if exchange.bucket.layout.axis is Axis.ROWS
+        ]
+        if counted:
+            flat = torch.cat([count.flatten() for _, count in counted]).cpu()
+            pieces = flat.split([count.numel() for _, count in counted])
+            for (exchange, count), piece in zip(counted, pieces, strict=True):
+                exchange.plan = self._plan(exchange.bucket, piece.view(count.shape))
+            bring([exchange.plan for exchange, _ in counted])
         return done(None)
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """The rows chosen in this step, by rank and matrix."""
-
-    flat: Sequence[int]
-    num_matrices: int
-
-    def __call__(self, rank: int, matrix: int) -> int:
-        return self.flat[rank * self.num_matrices + matrix]
 
 
 @dataclass(frozen=True)

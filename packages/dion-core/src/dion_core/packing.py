@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -51,46 +51,77 @@ def on_device(tables: Iterable[Sequence[int]], device: torch.device) -> list[Ten
 
 
 @dataclass(frozen=True)
+class SlotTables:
+    """Where slots lie, int64 on the device.
+
+    Attributes:
+        first: (N,) the row of the send buffer where the slots of each matrix start.
+        used: (N,) how many slots each matrix has.
+        start: (W, B) the row of the receive buffer where every sender's slots of an owned matrix start.
+    """
+
+    first: Tensor
+    used: Tensor
+    start: Tensor
+
+
+@dataclass(eq=False)
 class SlotPlan:
-    """Where every slot lies in the buffers of a bucket, for a fixed number of slots a rank and matrix."""
+    """Where every slot lies in the buffers of a bucket, for a given number of slots by rank and matrix.
+
+    Attributes:
+        slots: (W, N) int64 on the host, how many slots each rank has of each matrix.
+    """
 
     bucket: Bucket
-    slots: SlotRule
+    slots: Tensor
+
+    @classmethod
+    def of(cls, bucket: Bucket, rule: SlotRule) -> Self:
+        """The plan with as many slots as the rule says."""
+        matrices, ranks = range(bucket.num_matrices), range(bucket.group.size)
+        slots = [rule(rank, matrix) for rank in ranks for matrix in matrices]
+        return cls(bucket, torch.tensor(slots, dtype=torch.int64).view(len(ranks), len(matrices)))
 
     @property
     def rank(self) -> int:
         return self.bucket.group.rank
 
     @cached_property
-    def owned(self) -> tuple[int, ...]:
-        """The matrices that this rank owns."""
-        return self.bucket.owned(self.rank)
+    def slots_by_pair(self) -> Tensor:
+        """(W, W) int64 on the host: how many slots each rank has of the matrices of each owner."""
+        size = self.bucket.group.size
+        return torch.zeros(size, size, dtype=torch.int64).index_add_(1, self._owner, self.slots)
 
     @cached_property
-    def owned_index(self) -> Tensor:
-        """(B,) int64: the matrices that this rank owns."""
-        return torch.tensor(self.owned, dtype=torch.int64, device=self.bucket.device)
-
-    def rows_between(self, source: int, owner: int) -> int:
-        """How many rows rank `source` sends to rank `owner`: its slots of the matrices owned there."""
-        return sum(self.slots(source, matrix) for matrix in self.bucket.owned(owner))
+    def chunks(self) -> Tensor:
+        """(W, W) int64 on the host: how many rows each rank sends to each owner."""
+        return self.slots_by_pair
 
     @cached_property
     def elements_sent(self) -> list[int]:
         """Elements that this rank sends to every owner, by owner."""
         columns = self.bucket.layout.columns(self.rank)
-        return [self.rows_between(self.rank, owner) * columns for owner in self._ranks]
+        rows: list[int] = self.chunks[self.rank].tolist()
+        return [length * columns for length in rows]
 
     @cached_property
     def elements_received(self) -> list[int]:
         """Elements that this rank receives as an owner, by sender."""
-        layout = self.bucket.layout
-        return [self.rows_between(source, self.rank) * layout.columns(source) for source in self._ranks]
+        columns = self.bucket.layout.columns
+        rows: list[int] = self.chunks[:, self.rank].tolist()
+        return [length * columns(source) for source, length in enumerate(rows)]
 
     @cached_property
     def num_slots(self) -> int:
         """S: rows of this rank's send buffer."""
-        return sum(self.rows_between(self.rank, owner) for owner in self._ranks)
+        return int(self.chunks[self.rank].sum())
+
+    @cached_property
+    def tables(self) -> SlotTables:
+        """The tables on the device, of this plan alone; `bring` does it for many in one copy."""
+        bring([self])
+        return self.tables
 
     @cached_property
     def slot(self) -> Tensor:
@@ -98,36 +129,41 @@ class SlotPlan:
 
         Where this rank offers fewer than K rows of a matrix, the rest point to the spare row S, which is not sent.
         """
-        bucket = self.bucket
-        most = max((bucket.offered(self.rank, m) for m in range(bucket.num_matrices)), default=0)
-        first, used = [0] * bucket.num_matrices, [0] * bucket.num_matrices
-        chunk = 0
-        for owner in self._ranks:
-            row = chunk
-            for matrix in bucket.owned(owner):
-                first[matrix], used[matrix] = row, self.slots(self.rank, matrix)
-                row += used[matrix]
-            chunk += self.rows_between(self.rank, owner)
-        starts, ends = torch.tensor([first, used], device=bucket.device).view(2, -1, 1)
-        place = torch.arange(most, device=bucket.device)
-        return torch.where(place < ends, starts + place, self.num_slots)
+        most = self.bucket.slots_by_rank[self.rank]
+        place = torch.arange(most, device=self.bucket.device)
+        first, used = self.tables.first[:, None], self.tables.used[:, None]
+        return torch.where(place < used, first + place, self.num_slots)
+
+    def host_tables(self) -> list[Tensor]:
+        """What `SlotTables` holds, on the host and flat."""
+        bucket, rank = self.bucket, self.rank
+        order = torch.tensor(bucket.by_owner, dtype=torch.int64)
+        owner, slots = self._owner, self.slots[rank]
+        before = slots[order].cumsum(0) - slots[order]  # in the order of the buffer, without spare rows
+        before = torch.empty_like(before).scatter_(0, order, before)
+        spare = _before(self.chunks[rank], 0) - _before(self.slots_by_pair[rank], 0)
+        owned = self.slots[:, list(bucket.owned(rank))]
+        start = _before(self.chunks[:, rank], 0)[:, None] + _before(owned, 1)
+        return [before + spare[owner], slots, start.flatten()]
 
     @cached_property
-    def start(self) -> Tensor:
-        """(W, B) int64: the row of the receive buffer where every sender's slots of an owned matrix start."""
-        table = torch.zeros(len(self._ranks), len(self.owned), dtype=torch.int64)
-        chunk = 0
-        for source in self._ranks:
-            row = chunk
-            for place, matrix in enumerate(self.owned):
-                table[source, place] = row
-                row += self.slots(source, matrix)
-            chunk += self.rows_between(source, self.rank)
-        return table.to(self.bucket.device)
+    def _owner(self) -> Tensor:
+        return torch.tensor(self.bucket.owners, dtype=torch.int64)
 
-    @property
-    def _ranks(self) -> range:
-        return range(self.bucket.group.size)
+
+def bring(plans: Sequence[SlotPlan]) -> None:
+    """Brings the tables of all plans, which are of one device, there in one copy."""
+    if not plans:
+        return
+    tables = iter(on_device([each.tolist() for plan in plans for each in plan.host_tables()], plans[0].bucket.device))
+    for plan in plans:
+        first, used, start = next(tables), next(tables), next(tables)
+        plan.tables = SlotTables(first, used, start.view(plan.bucket.group.size, -1))
+
+
+def _before(lengths: Tensor, dim: int) -> Tensor:
+    """Where pieces of these lengths start that lie one behind the other along `dim`."""
+    return lengths.cumsum(dim) - lengths
 
 
 def binomial_capacity(expected_rows: float, world_size: int) -> float:
@@ -157,11 +193,11 @@ class RowAssembly:
     def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
         plan = self.plan
         rows = received.view(-1, plan.bucket.shape[1])
-        return collect(rows, count_by_rank, plan.start, plan.bucket.total_rows, plan.owned_index)
+        return collect(rows, count_by_rank, plan.tables.start, plan.bucket.total_rows, plan.bucket.owned_index)
 
     def disassemble(self, matrices: Tensor, count_by_rank: Tensor) -> Tensor:
         num_rows = sum(self.plan.elements_received) // self.plan.bucket.shape[1]
-        return spread(matrices, count_by_rank, self.plan.start, num_rows, self.plan.owned_index)
+        return spread(matrices, count_by_rank, self.plan.tables.start, num_rows, self.plan.bucket.owned_index)
 
 
 @dataclass(frozen=True)
@@ -173,7 +209,7 @@ class ColumnAssembly:
     def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
         pieces = split(received, self.plan.elements_received)
         matrices = torch.cat([piece.view(self._shape(rank)) for rank, piece in enumerate(pieces)], dim=2)
-        count = count_by_rank[0].index_select(0, self.plan.owned_index)
+        count = count_by_rank[0].index_select(0, self.plan.bucket.owned_index)
         row = torch.arange(self.plan.bucket.total_rows, device=received.device)
         return matrices.masked_fill_((row >= count[:, None])[:, :, None], 0)
 
@@ -183,7 +219,7 @@ class ColumnAssembly:
 
     def _shape(self, rank: int) -> tuple[int, int, int]:
         bucket = self.plan.bucket
-        return len(self.plan.owned), bucket.total_rows, bucket.layout.columns(rank)
+        return len(bucket.owned(self.plan.rank)), bucket.total_rows, bucket.layout.columns(rank)
 
 
 def assembly(plan: SlotPlan) -> Assembly:
