@@ -138,7 +138,7 @@ def test_slots_by_hand() -> None:
     assert plan.slot.tolist() == [[3, 4, 7], [0, 1, 2], [5, 6, 7]]  # 7 is no slot
     assert plan.elements_sent == [3 * 7, 4 * 7]
     assert plan.elements_received == [6 * 7, 4 * 7]
-    assert int(plan.chunks[0, 1]) == 6
+    assert plan.rows_between(0, 1) == 6
     assert plan.tables.start.tolist() == [[0, 3], [6, 8]]
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from dion_core.layout import Axis
 from dion_core.packing import SlotExchange, SlotPlan, bring
@@ -26,14 +26,21 @@ class UniformPlan(SlotPlan):
     """Slots in chunks that are equally long for every pair of ranks: as long as the longest needs."""
 
     @cached_property
-    def chunks(self) -> Tensor:
-        return torch.full_like(self.slots_by_pair, int(self.slots_by_pair.max()))
+    def _longest(self) -> int:
+        longest = 0
+        for of_source in self.slots:
+            to_owner = [0] * len(self.slots)
+            for owner, rows in zip(self.bucket.owners, of_source, strict=True):
+                to_owner[owner] += rows
+            longest = max(longest, *to_owner)
+        return longest
+
+    def rows_between(self, source: int, owner: int) -> int:
+        return self._longest
 
 
 class CountedSession(Session):
     """Reads all counts of a step on the host in one copy, and plans each exchange by them."""
-
-    host_reads = 1
 
     def __init__(self, buckets: Sequence[Bucket], plan: type[SlotPlan]) -> None:
         # Until rows are counted, and for good where columns are split, the plan is one of fixed slots.
@@ -41,6 +48,7 @@ class CountedSession(Session):
         super().__init__(exchanges)
         self._exchanges = exchanges
         self._plan = plan
+        self.host_reads = int(any(bucket.layout.axis is Axis.ROWS for bucket in buckets))
 
     def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
         counted = [
@@ -48,12 +56,15 @@ class CountedSession(Session):
             for exchange, selection in zip(self._exchanges, selections, strict=True)
             if exchange.bucket.layout.axis is Axis.ROWS
         ]
-        if counted:
-            flat = torch.cat([count.flatten() for _, count in counted]).cpu()
-            pieces = flat.split([count.numel() for _, count in counted])
-            for (exchange, count), piece in zip(counted, pieces, strict=True):
-                exchange.plan = self._plan(exchange.bucket, piece.view(count.shape))
-            bring([exchange.plan for exchange, _ in counted])
+        if not counted:
+            return done(None)
+        counts: list[int] = torch.cat([count.flatten() for _, count in counted]).tolist()
+        rest = iter(counts)
+        for exchange, count in counted:
+            num_ranks, num_matrices = count.shape
+            by_rank = [list(islice(rest, num_matrices)) for _ in range(num_ranks)]
+            exchange.plan = self._plan(exchange.bucket, by_rank)
+        bring([exchange.plan for exchange, _ in counted])
         return done(None)
 
 

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol, Self
 
 import torch
@@ -69,57 +70,59 @@ class SlotTables:
 class SlotPlan:
     """Where every slot lies in the buffers of a bucket, for a given number of slots by rank and matrix.
 
+    Plain numbers on the host: a step whose sizes are its own makes plans anew.
+
     Attributes:
-        slots: (W, N) int64 on the host, how many slots each rank has of each matrix.
+        slots: slots[rank][matrix] = how many slots the rank has of the matrix.
     """
 
     bucket: Bucket
-    slots: Tensor
+    slots: Sequence[Sequence[int]]
 
     @classmethod
     def of(cls, bucket: Bucket, rule: SlotRule) -> Self:
         """The plan with as many slots as the rule says."""
-        matrices, ranks = range(bucket.num_matrices), range(bucket.group.size)
-        slots = [rule(rank, matrix) for rank in ranks for matrix in matrices]
-        return cls(bucket, torch.tensor(slots, dtype=torch.int64).view(len(ranks), len(matrices)))
+        ranks, matrices = range(bucket.group.size), range(bucket.num_matrices)
+        return cls(bucket, [[rule(rank, matrix) for matrix in matrices] for rank in ranks])
 
     @property
     def rank(self) -> int:
         return self.bucket.group.rank
 
-    @cached_property
-    def slots_by_pair(self) -> Tensor:
-        """(W, W) int64 on the host: how many slots each rank has of the matrices of each owner."""
-        size = self.bucket.group.size
-        return torch.zeros(size, size, dtype=torch.int64).index_add_(1, self._owner, self.slots)
+    def rows_between(self, source: int, owner: int) -> int:
+        """How many rows rank `source` sends to rank `owner`: its slots of the matrices owned there."""
+        return sum(map(self.slots[source].__getitem__, self.bucket.owned(owner)))
 
     @cached_property
-    def chunks(self) -> Tensor:
-        """(W, W) int64 on the host: how many rows each rank sends to each owner."""
-        return self.slots_by_pair
+    def rows_sent(self) -> list[int]:
+        """Rows that this rank sends to every owner, by owner."""
+        return [self.rows_between(self.rank, owner) for owner in self._ranks]
+
+    @cached_property
+    def rows_received(self) -> list[int]:
+        """Rows that this rank receives as an owner, by sender."""
+        return [self.rows_between(source, self.rank) for source in self._ranks]
 
     @cached_property
     def elements_sent(self) -> list[int]:
         """Elements that this rank sends to every owner, by owner."""
         columns = self.bucket.layout.columns(self.rank)
-        rows: list[int] = self.chunks[self.rank].tolist()
-        return [length * columns for length in rows]
+        return [rows * columns for rows in self.rows_sent]
 
     @cached_property
     def elements_received(self) -> list[int]:
         """Elements that this rank receives as an owner, by sender."""
-        columns = self.bucket.layout.columns
-        rows: list[int] = self.chunks[:, self.rank].tolist()
-        return [length * columns(source) for source, length in enumerate(rows)]
+        layout = self.bucket.layout
+        return [rows * layout.columns(source) for source, rows in enumerate(self.rows_received)]
 
     @cached_property
     def num_slots(self) -> int:
         """S: rows of this rank's send buffer."""
-        return int(self.chunks[self.rank].sum())
+        return sum(self.rows_sent)
 
     @cached_property
     def tables(self) -> SlotTables:
-        """The tables on the device, of this plan alone; `bring` does it for many in one copy."""
+        """The tables on the device, brought there for this plan alone; `bring` does it for many in one copy."""
         bring([self])
         return self.tables
 
@@ -129,41 +132,41 @@ class SlotPlan:
 
         Where this rank offers fewer than K rows of a matrix, the rest point to the spare row S, which is not sent.
         """
-        most = self.bucket.slots_by_rank[self.rank]
-        place = torch.arange(most, device=self.bucket.device)
+        place = torch.arange(self.bucket.slots_by_rank[self.rank], device=self.bucket.device)
         first, used = self.tables.first[:, None], self.tables.used[:, None]
         return torch.where(place < used, first + place, self.num_slots)
 
-    def host_tables(self) -> list[Tensor]:
+    def host_tables(self) -> tuple[list[int], Sequence[int], list[int]]:
         """What `SlotTables` holds, on the host and flat."""
-        bucket, rank = self.bucket, self.rank
-        order = torch.tensor(bucket.by_owner, dtype=torch.int64)
-        owner, slots = self._owner, self.slots[rank]
-        before = slots[order].cumsum(0) - slots[order]  # in the order of the buffer, without spare rows
-        before = torch.empty_like(before).scatter_(0, order, before)
-        spare = _before(self.chunks[rank], 0) - _before(self.slots_by_pair[rank], 0)
-        owned = self.slots[:, list(bucket.owned(rank))]
-        start = _before(self.chunks[:, rank], 0)[:, None] + _before(owned, 1)
-        return [before + spare[owner], slots, start.flatten()]
+        slots, owned = self.slots[self.rank], self.bucket.owned(self.rank)
+        first, start = [0] * len(slots), list[int]()
+        for owner, chunk in zip(self._ranks, _starts(self.rows_sent), strict=True):
+            matrices = self.bucket.owned(owner)
+            for matrix, before in zip(matrices, _starts(map(slots.__getitem__, matrices)), strict=True):
+                first[matrix] = chunk + before
+        for source, chunk in zip(self._ranks, _starts(self.rows_received), strict=True):
+            start += [chunk + before for before in _starts(map(self.slots[source].__getitem__, owned))]
+        return first, slots, start
 
-    @cached_property
-    def _owner(self) -> Tensor:
-        return torch.tensor(self.bucket.owners, dtype=torch.int64)
+    @property
+    def _ranks(self) -> range:
+        return range(self.bucket.group.size)
 
 
 def bring(plans: Sequence[SlotPlan]) -> None:
     """Brings the tables of all plans, which are of one device, there in one copy."""
     if not plans:
         return
-    tables = iter(on_device([each.tolist() for plan in plans for each in plan.host_tables()], plans[0].bucket.device))
+    tables = iter(on_device((table for plan in plans for table in plan.host_tables()), plans[0].bucket.device))
     for plan in plans:
         first, used, start = next(tables), next(tables), next(tables)
-        plan.tables = SlotTables(first, used, start.view(plan.bucket.group.size, -1))
+        shape = plan.bucket.group.size, len(plan.bucket.owned(plan.rank))
+        plan.tables = SlotTables(first, used, start.view(shape))
 
 
-def _before(lengths: Tensor, dim: int) -> Tensor:
-    """Where pieces of these lengths start that lie one behind the other along `dim`."""
-    return lengths.cumsum(dim) - lengths
+def _starts(lengths: Iterable[int]) -> list[int]:
+    """Where pieces of these lengths start that lie one behind the other."""
+    return list(accumulate(lengths, initial=0))[:-1]
 
 
 def binomial_capacity(expected_rows: float, world_size: int) -> float:

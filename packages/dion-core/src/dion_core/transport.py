@@ -81,11 +81,6 @@ class Bucket:
         return tuple(map(tuple, owned))
 
     @cached_property
-    def by_owner(self) -> tuple[int, ...]:
-        """All matrices, by owner and number."""
-        return tuple(matrix for owned in self._owned_by_rank for matrix in owned)
-
-    @cached_property
     def owned_index(self) -> Tensor:
         """(B,) int64 on the device: the matrices that this rank owns."""
         return torch.tensor(self.owned(self.group.rank), dtype=torch.int64, device=self.device)
