@@ -15,7 +15,7 @@ WARM_UP, REPEATS = 3, 12
 
 STAGES = {
     "accumulate": ("_accumulate",),
-    "select": ("_choose", "_local_choice", "sort", "radix", "_whole", "_count_"),
+    "select": ("_choose", "sort", "radix", "index_select", "take_"),
     "take": ("_take",),
     "wire": ("multi_tensor_apply", "memcpy dtod", "nccl", "spin_kernel"),
     "Newton-Schulz": (
@@ -29,8 +29,8 @@ STAGES = {
         "_row_norm",
         "_cast",
     ),
-    "normalize": ("_row_statistics", "_second_moment", "_row_scale", "_sums_of_squares"),
-    "update": ("_update", "_entries"),
+    "normalize": ("_factors", "_scale_kernel", "_sums"),
+    "update": ("_update", "_place_kernel"),
 }
 """Kernels of the stages, by parts of their names in lower case; whatever matches none is `other`."""
 
@@ -143,7 +143,8 @@ def _profile(step: Callable[[], Any], renew: Callable[[], None]) -> tuple[int, d
     """Launches of one step, and the device time of its kernels by stage in ms."""
     launches, stages = 0, Counter[str]()
     for event in profiled(step, renew).events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        annotation = event.is_user_annotation or event.name.startswith("Optimizer.")
+        if event.device_type == torch.autograd.DeviceType.CUDA and not annotation:
             launches += 1
             stages[_stage(event.name)] += event.device_time / 1e3
     return launches, {name: stages[name] for name in (*STAGES, "other")}

@@ -116,8 +116,13 @@ def check_collect_and_spread(columns: int, dtype: torch.dtype, *, size: int, tot
         expected,
     )
     source, valid = compaction.compact(count.index_select(1, owned), start, total)
+    found = compaction.places(count, start, total, owned)
+    assert torch.equal(found, torch.where(valid, source, -1))
+    assert_same(kernels.places(*on_device[1:3], total, on_device[3]), found)
     used = source[valid]
     for matrices in (expected, expected.mT.contiguous().mT, torch.cat([expected, expected], dim=2)[:, :, :columns]):
-        back = kernels.spread(matrices.to(where), *on_device[1:3], len(rows), on_device[3])
-        assert back.shape == (rows.numel(),)
-        assert_same(back.view(-1, columns)[used.to(where)], rows[used])
+        wanted, back = (torch.full_like(rows, -7).to(place) for place in ("cpu", where))
+        compaction.spread_(wanted, matrices, count, start, owned)
+        kernels.spread_(back, matrices.to(where), *on_device[1:3], on_device[3])
+        assert_same(wanted[used], rows[used])
+        assert_same(back, wanted)

@@ -110,11 +110,12 @@ def test_the_example_of_the_kernel() -> None:
     count, start = (torch.tensor(table, device=device()) for table in ([[2], [1]], [[0], [4]]))
     matrices = compaction.collect(rows, count, start, 4)
     assert matrices.flatten().tolist() == [0.0, 1.0, 4.0, 0.0]
-    back = compaction.spread(matrices + 10, count, start, 5)
-    assert back[[0, 1, 4]].tolist() == [10.0, 11.0, 14.0]
+    assert compaction.places(count, start, 4).tolist() == [[0, 1, 4, -1]]
+    compaction.spread_(rows, matrices + 10, count, start)
+    assert rows.flatten().tolist() == [10.0, 11.0, 2.0, 3.0, 14.0]
 
 
 def test_nothing_was_received() -> None:
     count, start = (torch.zeros(2, 3, dtype=torch.int64, device=device()) for _ in range(2))
     assert_same(compaction.collect(torch.empty(0, 4, device=device()), count, start, 2), torch.zeros(3, 2, 4))
-    assert compaction.spread(torch.empty(3, 2, 4, device=device()), count, start, 0).shape == (0,)
+    compaction.spread_(torch.empty(0, 4, device=device()), torch.empty(3, 2, 4, device=device()), count, start)

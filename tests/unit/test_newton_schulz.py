@@ -387,3 +387,12 @@ def test_fields_out_of_range_are_refused(fields: dict[str, object], message: str
 def test_anything_but_a_batch_of_floating_matrices_is_refused(matrices: Tensor) -> None:
     with pytest.raises(ValueError, match=r"matrices must be floating \(B, m, n\), got torch"):
         NewtonSchulz()(matrices)
+
+
+def test_rows_in_a_buffer_are_the_matrices_that_they_make_up() -> None:
+    torch.manual_seed(0)
+    rows, place = torch.randn(9, 6), torch.tensor([[8, 3, -1], [0, 1, 5]])
+    matrices = torch.stack([torch.stack([rows[8], rows[3], torch.zeros(6)]), rows[[0, 1, 5]]])
+    assert torch.equal(NewtonSchulz().of_rows(rows, place), NewtonSchulz()(matrices))
+    nothing = NewtonSchulz().of_rows(torch.empty(0, 6), torch.full((1, 2), -1))
+    assert torch.equal(nothing, torch.zeros(1, 2, 6))

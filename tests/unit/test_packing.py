@@ -14,6 +14,11 @@ from dion_core.packing import ColumnAssembly, RowAssembly, SlotPlan, SlotRule, a
 from dion_core.transport import Bucket
 from tests.unit.test_layout import CPU, Holders, chunk_holders, fake_group, layout_of, random_holders, rows_of
 
+
+def double(matrices: Tensor) -> Tensor:
+    return 2 * matrices
+
+
 Chosen = Sequence[Sequence[int]]  # by matrix, the chosen global rows, ascending
 
 
@@ -94,7 +99,7 @@ def round_trip(bucket: Bucket, holders: Holders, chosen: Chosen, rule: Callable[
             for position, row in enumerate(by_rank):
                 expected[position] = whole[n, row]
             assert torch.equal(matrices[place], expected)
-        answers.append(assembly(plan).disassemble(matrices * 2, counts))
+        answers.append(assembly(plan).orthogonalize(arrived[owner], counts, double))
     returned = all_to_all(answers, received)
     for rank, plan in enumerate(plans):
         result = returned[rank].view(plan.num_slots, columns)
@@ -199,7 +204,7 @@ def test_columns_go_to_the_owner_and_back(columns: list[int], owners: list[int])
             expected = whole[n].clone()
             expected[int(count[n]) :] = 0
             assert torch.equal(matrices[place], expected)
-        answers.append(assembly(plan).disassemble(matrices * 2, counts))
+        answers.append(assembly(plan).orthogonalize(arrived[owner], counts, double))
     returned = all_to_all(answers, [plan.elements_received for plan in plans])
     for rank, (plan, part) in enumerate(zip(plans, torch.split(whole, columns, dim=2), strict=True)):
         result = returned[rank].view(plan.num_slots, columns[rank])

@@ -20,8 +20,8 @@ from dion_comm_capped.ops import admit, read_headers, rows_by_pair, slots, write
 from dion_comm_capped.pool import COUNT_BYTES, Budgets, PoolPlan, PoolTables
 from dion_core.layout import Axis
 from dion_core.newton_schulz import Orthogonalizer
-from dion_core.ops import collect, spread
-from dion_core.packing import SlotExchange, SlotPlan
+from dion_core.ops import spread_
+from dion_core.packing import SlotExchange, SlotPlan, orthogonalize_rows
 from dion_core.rows import Rows, RowSelection
 from dion_core.steps import Steps, done
 from dion_core.transport import Bucket, Exchange, Scope, Session, Traffic, Transport
@@ -80,15 +80,18 @@ class PooledExchange(Exchange):
         count, start, back_start = read_headers(
             arrived, selection.count_by_rank, self.tables, self._from_sources, **limits
         )
-        results = orthogonalizer(collect(arrived[:-COUNT_BYTES].view(-1, columns), count, start, bucket.total_rows))
+        arrived_rows = arrived[:-COUNT_BYTES].view(-1, columns)
+        results = orthogonalize_rows(orthogonalizer, arrived_rows, count, start, bucket.total_rows)
+        # Results travel in the buffers that the rows came in, which are longer by the headers.
         returned_rows, sent_rows = self.plan.back_rows
-        back = spread(results, count, back_start, sum(sent_rows))
-        returned = rows.values.new_empty(sum(returned_rows) + 1, columns)
+        back, returned = arrived_rows[: sum(sent_rows)], rows.values[: sum(returned_rows)]
+        spread_(back, results, count, back_start)
+        del results
         sizes = [size * columns for size in returned_rows], [size * columns for size in sent_rows]
-        handle = group.all_to_all(returned[:-1].flatten(), back, *sizes)
+        handle = group.all_to_all(returned.flatten(), back.flatten(), *sizes)
         yield
         handle.wait()
-        return Rows(returned, rows.back)
+        return Rows(rows.values, rows.back)
 
     def traffic(self) -> Traffic:
         row_bytes = self.bucket.shape[1] * self.bucket.dtype.itemsize

@@ -67,7 +67,7 @@ class Member:
 class MatrixBucket:
     """A bucket with the parameters in it, how they are updated, and what happened to them so far.
 
-    `chosen`, `applied` and `nonfinite` count rows by matrix, (N,) int64 on the device.
+    `chosen`, `refused` and `nonfinite` count rows by matrix, (N,) int64 on the device.
     """
 
     bucket: Bucket
@@ -79,12 +79,12 @@ class MatrixBucket:
     may_defer: bool
     exchange: Exchange
     chosen: Tensor = field(init=False)
-    applied: Tensor = field(init=False)
+    refused: Tensor = field(init=False)
     nonfinite: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         zeros = torch.zeros(3, self.bucket.num_matrices, dtype=torch.int64, device=self.bucket.device)
-        self.chosen, self.applied, self.nonfinite = zeros.unbind()
+        self.chosen, self.refused, self.nonfinite = zeros.unbind()
 
     @cached_property
     def tables(self) -> RowTables:

@@ -114,6 +114,20 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.uint8)
 
 
+def _adjacent(outputs: Sequence[Tensor]) -> Tensor | None:
+    """One tensor over all outputs where they are equally long and lie back to back, else None."""
+    first, length = outputs[0], outputs[0].numel()
+    size = length * first.element_size()
+    for number, output in enumerate(outputs):
+        if output.numel() != length or output.data_ptr() != first.data_ptr() + number * size:
+            return None
+    return first.as_strided((len(outputs) * length,), (1,))
+
+
+# torch 2.13 gave it another name and deprecates the old one.
+_gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class _Pending:
     """Works to wait for, with the tensors that they read and write kept alive until then."""
 
@@ -171,6 +185,9 @@ class TorchGroup:
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
         def start() -> list[dist.Work]:
+            whole = _adjacent(outputs) if tensor.is_cuda else None
+            if whole is not None:  # NCCL gathers straight into it; a list it would fill by copies
+                return [_gather_single(_as_bytes(whole), _as_bytes(tensor), group=self.process_group, async_op=True)]
             if len({output.numel() for output in outputs}) == 1:
                 pieces = [_as_bytes(output) for output in outputs]
                 return [dist.all_gather(pieces, _as_bytes(tensor), group=self.process_group, async_op=True)]

@@ -49,12 +49,18 @@ def collect(rows: Tensor, count: Tensor, start: Tensor, total: int, owned: Tenso
     return matrices.masked_fill_(~valid[:, :, None], 0)
 
 
-def spread(matrices: Tensor, count: Tensor, start: Tensor, num_rows: int, owned: Tensor | None = None) -> Tensor:
-    """The reverse of `collect`: flat (num_rows * C,) rows, those of (B, T, C) in their slots, the others unset."""
+def places(count: Tensor, start: Tensor, total: int, owned: Tensor | None = None) -> Tensor:
+    """(B, T) int64: which row of the buffer is row t of matrix b, as in `collect`; -1 where there is none."""
+    source, valid = compact(_of_owned(count, owned), start, total)
+    return torch.where(valid, source, -1)
+
+
+def spread_(rows: Tensor, matrices: Tensor, count: Tensor, start: Tensor, owned: Tensor | None = None) -> None:
+    """The reverse of `collect`: writes the rows of (B, T, C) `matrices` to their slots in `rows` (S, C)."""
     place, valid = compact(_of_owned(count, owned), start, matrices.shape[1])
-    rows = matrices.new_empty(num_rows + 1, matrices.shape[2])  # the last one takes what is not valid
-    rows.index_copy_(0, torch.where(valid, place, num_rows).flatten(), matrices.flatten(0, 1))
-    return rows[:num_rows].flatten()
+    padded = torch.cat([rows, rows.new_empty(1, rows.shape[1])])  # the last one takes what is not valid
+    padded.index_copy_(0, torch.where(valid, place, len(rows)).flatten(), matrices.flatten(0, 1))
+    rows.copy_(padded[:-1])
 
 
 def _of_owned(count: Tensor, owned: Tensor | None) -> Tensor:

@@ -22,7 +22,10 @@ Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural net
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
 from typing import Final, Protocol
 
 import torch
@@ -178,10 +181,34 @@ class NewtonSchulz:
             if matrices.device.type == "cpu":
                 # Batched CPU products change bits with the batch size and with the alignment of the storage.
                 return torch.stack([self._orthogonalize(matrix) for matrix in matrices.unbind()])
-            return self._orthogonalize(matrices)
+            kernels = _kernels_for(matrices, matrices.shape[1], matrices.shape[2], self.compute_dtype)
+            if kernels is None:
+                return self._orthogonalize(matrices)
+            segments = tuple(segment.coefficients for segment in self.segments(*matrices.shape[1:]))
+            result: Tensor = kernels.orthogonalize(matrices, segments)
+            return result
+
+    def of_rows(self, rows: Tensor, place: Tensor) -> Tensor:
+        """Returns what `__call__` does of matrices whose rows lie in a buffer, which spares a copy on a GPU.
+
+        Args:
+            rows: (S, C), contiguous, floating.
+            place: (B, R) int64: the row of the buffer that is each row of each matrix; -1 for a row of zeros.
+
+        Returns:
+            (B, R, C) in new storage, in the dtype and on the device of ``rows``.
+        """
+        shape = (*place.shape, rows.shape[1])
+        kernels = _kernels_for(rows, shape[1], shape[2], self.compute_dtype)
+        if kernels is None or 0 in (*shape, len(rows)):
+            matrices = torch.nn.functional.pad(rows, (0, 0, 0, 1))[place]  # -1 is the row of zeros
+            return self(matrices)
+        segments = tuple(segment.coefficients for segment in self.segments(*shape[1:]))
+        result: Tensor = kernels.orthogonalize_rows(rows, place, segments)
+        return result
 
     def _orthogonalize(self, matrices: Tensor) -> Tensor:
-        """Does the work of `__call__` for (m, n) or (B, m, n), none of them 0."""
+        """Does the work of `__call__` for (m, n) or (B, m, n), none of them 0, with torch's own products."""
         rows, columns = matrices.shape[-2:]
         x = _normalize(matrices)
         if self.compute_dtype is not None:
@@ -240,6 +267,37 @@ def _normalize(matrices: Tensor) -> Tensor:
     row_norms: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     norm: Tensor = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
     return x / norm.clamp(min=1)
+
+
+def _kernels_for(values: Tensor, rows: int, columns: int, compute_dtype: torch.dtype | None) -> ModuleType | None:
+    """The module that does the same in kernels of its own, in float16; None where it cannot be used."""
+    if values.device.type != "cuda" or values.dtype == torch.float64:
+        return None
+    if compute_dtype not in (None, torch.float16):
+        return None
+    kernels = _import_kernels()
+    usable = kernels is not None and kernels.runs_on(values.device, rows, columns)
+    return kernels if usable else None
+
+
+@lru_cache(maxsize=1)
+def _import_kernels() -> ModuleType | None:
+    """The module with the kernels, or None where triton is missing or not the version they were tried with."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    if not triton.__version__.startswith("3.6."):
+        # The kernels use an interface of Triton that may still change.
+        warnings.warn(
+            f"Newton-Schulz falls back to torch's products, which take 1.5 to 2 times as long: its kernels need "
+            f"triton 3.6, not {triton.__version__}",
+            stacklevel=4,
+        )
+        return None
+    from dion_core.newton_schulz_kernels import iteration
+
+    return iteration
 
 
 def _multiply_add(base: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:

@@ -31,7 +31,8 @@ __all__ = [
     "neuron_factors_",
     "neuron_factors_of_rows_",
     "neuron_scale",
-    "spread",
+    "places",
+    "spread_",
     "sums_of_squares",
     "take_and_decay_",
     "update_",
@@ -114,6 +115,7 @@ def update_(
     weight_decay: float | Tensor,
     active: Tensor,
     cautious: bool,
+    scale: float = 1.0,
 ) -> None:
     """`rows.update_`: decays the parameters and subtracts the chosen rows."""
     if _addressed(parameters) and _for_kernels(rows.values) and _for_kernels(row_scale):
@@ -128,6 +130,7 @@ def update_(
             weight_decay=weight_decay,
             active=active,
             cautious=cautious,
+            scale=scale,
         )
         return
     definitions.update_(
@@ -139,6 +142,7 @@ def update_(
         weight_decay=weight_decay,
         active=active,
         cautious=cautious,
+        scale=scale,
     )
 
 
@@ -209,13 +213,23 @@ def collect(rows: Tensor, count: Tensor, start: Tensor, total: int, owned: Tenso
     return compaction.collect(rows, count, start, total, owned)
 
 
-def spread(matrices: Tensor, count: Tensor, start: Tensor, num_rows: int, owned: Tensor | None = None) -> Tensor:
-    """Flat (num_rows * C,) rows of (B, T, C) matrices: see `compaction.spread`."""
+def places(count: Tensor, start: Tensor, total: int, owned: Tensor | None = None) -> Tensor:
+    """(B, T) rows of the buffer that make up matrices: see `compaction.places`."""
+    if count.is_cuda and has_triton():
+        from dion_core.kernels import compaction as kernels
+
+        return kernels.places(count, start, total, owned)
+    return compaction.places(count, start, total, owned)
+
+
+def spread_(rows: Tensor, matrices: Tensor, count: Tensor, start: Tensor, owned: Tensor | None = None) -> None:
+    """Writes (B, T, C) matrices to their slots in (S, C) rows: see `compaction.spread_`."""
     if matrices.is_cuda and has_triton():
         from dion_core.kernels import compaction as kernels
 
-        return kernels.spread(matrices, count, start, num_rows, owned)
-    return compaction.spread(matrices, count, start, num_rows, owned)
+        kernels.spread_(rows, matrices, count, start, owned)
+        return
+    compaction.spread_(rows, matrices, count, start, owned)
 
 
 def with_age(selection: RowSelection, waited: Sequence[Tensor]) -> RowSelection:

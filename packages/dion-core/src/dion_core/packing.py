@@ -24,7 +24,7 @@ from torch import Tensor
 from dion_core.collectives import split
 from dion_core.layout import Axis
 from dion_core.newton_schulz import Orthogonalizer
-from dion_core.ops import collect, spread
+from dion_core.ops import collect, places, spread_
 from dion_core.rows import Rows, RowSelection
 from dion_core.steps import Steps
 from dion_core.transport import Bucket, Exchange, Traffic
@@ -177,14 +177,35 @@ def binomial_capacity(expected_rows: float, world_size: int) -> float:
     return 1 + 2 * math.sqrt((1 - 1 / world_size) / expected_rows)
 
 
+def orthogonalize_rows(
+    orthogonalizer: Orthogonalizer,
+    rows: Tensor,
+    count: Tensor,
+    start: Tensor,
+    total: int,
+    owned: Tensor | None = None,
+) -> Tensor:
+    """(B, T, C) orthogonalized matrices of the rows that several senders put into (S, C) `rows`: see `collect`.
+
+    On a GPU an orthogonalizer that offers `of_rows` reads them where they lie.
+    """
+    of_rows: Callable[[Tensor, Tensor], Tensor] | None = getattr(orthogonalizer, "of_rows", None)
+    if rows.is_cuda and of_rows is not None:
+        return of_rows(rows, places(count, start, total, owned))
+    return orthogonalizer(collect(rows, count, start, total, owned))
+
+
 class Assembly(Protocol):
     """Turns what an owner received into whole matrices, and results into what it sends back."""
 
     def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
         """(B, T, C) matrices in fresh storage, of the flat elements received; rows that do not exist are zero."""
 
-    def disassemble(self, matrices: Tensor, count_by_rank: Tensor) -> Tensor:
-        """The flat elements to send back: every row in the place where it was received."""
+    def disassemble(self, matrices: Tensor, count_by_rank: Tensor, received: Tensor) -> Tensor:
+        """The flat elements to send back, every row in the place where it was received; may overwrite `received`."""
+
+    def orthogonalize(self, received: Tensor, count_by_rank: Tensor, orthogonalizer: Orthogonalizer) -> Tensor:
+        """The flat elements to send back, orthogonalized; may overwrite `received`."""
 
 
 @dataclass(frozen=True)
@@ -198,9 +219,18 @@ class RowAssembly:
         rows = received.view(-1, plan.bucket.shape[1])
         return collect(rows, count_by_rank, plan.tables.start, plan.bucket.total_rows, plan.bucket.owned_index)
 
-    def disassemble(self, matrices: Tensor, count_by_rank: Tensor) -> Tensor:
-        num_rows = sum(self.plan.elements_received) // self.plan.bucket.shape[1]
-        return spread(matrices, count_by_rank, self.plan.tables.start, num_rows, self.plan.bucket.owned_index)
+    def disassemble(self, matrices: Tensor, count_by_rank: Tensor, received: Tensor) -> Tensor:
+        rows = received.view(-1, self.plan.bucket.shape[1])
+        spread_(rows, matrices, count_by_rank, self.plan.tables.start, self.plan.bucket.owned_index)
+        return received
+
+    def orthogonalize(self, received: Tensor, count_by_rank: Tensor, orthogonalizer: Orthogonalizer) -> Tensor:
+        plan = self.plan
+        rows = received.view(-1, plan.bucket.shape[1])
+        results = orthogonalize_rows(
+            orthogonalizer, rows, count_by_rank, plan.tables.start, plan.bucket.total_rows, plan.bucket.owned_index
+        )
+        return self.disassemble(results, count_by_rank, received)
 
 
 @dataclass(frozen=True)
@@ -216,7 +246,10 @@ class ColumnAssembly:
         row = torch.arange(self.plan.bucket.total_rows, device=received.device)
         return matrices.masked_fill_((row >= count[:, None])[:, :, None], 0)
 
-    def disassemble(self, matrices: Tensor, count_by_rank: Tensor) -> Tensor:
+    def orthogonalize(self, received: Tensor, count_by_rank: Tensor, orthogonalizer: Orthogonalizer) -> Tensor:
+        return self.disassemble(orthogonalizer(self.assemble(received, count_by_rank)), count_by_rank, received)
+
+    def disassemble(self, matrices: Tensor, count_by_rank: Tensor, received: Tensor) -> Tensor:
         widths = [self._shape(rank)[2] for rank in range(len(count_by_rank))]
         return torch.cat([piece.flatten() for piece in torch.split_with_sizes(matrices, widths, dim=2)])
 
@@ -255,13 +288,12 @@ class SlotExchange(Exchange):
         handle = group.all_to_all(arrived, rows.values[:-1].flatten(), received, sent)
         yield
         handle.wait()
-        matrices = whole.assemble(arrived, selection.count_by_rank)
-        results = whole.disassemble(orthogonalizer(matrices), selection.count_by_rank)
-        returned = torch.empty_like(rows.values)
-        handle = group.all_to_all(returned[:-1].flatten(), results, sent, received)
+        answer = whole.orthogonalize(arrived, selection.count_by_rank, orthogonalizer)
+        # Results come back into the buffer that the rows left in: one less is needed.
+        handle = group.all_to_all(rows.values[:-1].flatten(), answer, sent, received)
         yield
         handle.wait()
-        return Rows(returned, rows.slot)
+        return rows
 
     def traffic(self) -> Traffic:
         size = torch.empty(0, dtype=self.bucket.dtype).element_size()

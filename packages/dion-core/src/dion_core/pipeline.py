@@ -123,7 +123,8 @@ def _move_and_apply(bucket: MatrixBucket, operands: Operands, chosen: RowSelecti
     selection = bucket.exchange.admit(chosen)
     wait_(operands.waited, chosen, selection)
     bucket.chosen += chosen.count
-    bucket.applied += selection.count
+    if selection is not chosen:
+        bucket.refused += chosen.count - selection.count
     rows = bucket.exchange.reserve(selection)
     take_and_decay_(
         operands.momentum,
@@ -142,9 +143,10 @@ def _move_and_apply(bucket: MatrixBucket, operands: Operands, chosen: RowSelecti
         operands.parameters,
         results,
         selection,
-        row_scale * bucket.scale,
+        row_scale,
         learning_rate=scalars["lr"],
         weight_decay=scalars["weight_decay"],
         active=active,
         cautious=options.get("cautious_weight_decay", False),
+        scale=bucket.scale,
     )

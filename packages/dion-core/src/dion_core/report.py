@@ -27,14 +27,14 @@ def make_report(
         states: of its parameters.
         num_steps: how many steps were taken since the last report.
         skipped: 0-dim counter of those that were skipped; set to 0.
-        past: rows chosen, applied and left out as not finite under earlier plans, since the last report.
+        past: rows chosen, refused and left out as not finite under earlier plans, since the last report.
     """
     buckets = [_bucket(bucket) for bucket in plan.buckets]
-    names = ("chosen", "applied", "nonfinite")
+    names = ("chosen", "deferred", "nonfinite")
     rows = {
         name: sum(bucket["rows"][name] for bucket in buckets) + before for name, before in zip(names, past, strict=True)
     }
-    rows["deferred"] = rows["chosen"] - rows["applied"]
+    rows["applied"] = rows["chosen"] - rows["deferred"]
     waited = [local_tensor(state[WAITED]) for state in states.values() if WAITED in state]
     rows["waiting"] = sum(int((steps > 0).sum()) for steps in waited)
     rows["oldest_waiting"] = max((int(steps.max()) for steps in waited if steps.numel()), default=0)
@@ -58,8 +58,9 @@ def make_report(
 
 def _bucket(entry: MatrixBucket) -> Report:
     bucket, traffic = entry.bucket, entry.exchange.traffic()
-    counters = {"chosen": entry.chosen, "applied": entry.applied, "nonfinite": entry.nonfinite}
+    counters = {"chosen": entry.chosen, "deferred": entry.refused, "nonfinite": entry.nonfinite}
     counts = {name: int(by_matrix.sum()) for name, by_matrix in counters.items()}
+    counts["applied"] = counts["chosen"] - counts["deferred"]
     for by_matrix in counters.values():
         by_matrix.zero_()
     return {

@@ -214,6 +214,7 @@ def update_(
     weight_decay: float | Tensor,
     active: Tensor,
     cautious: bool,
+    scale: float = 1.0,
 ) -> None:
     """Decays the parameters and subtracts the chosen rows, computed in fp32 and rounded once.
 
@@ -221,13 +222,15 @@ def update_(
         parameters: N tensors (R, C), any float dtype and strides; changed in place.
         rows: the orthogonalized rows as they came back.
         selection: which rows they are.
-        row_scale: (N, K), the factor of every row besides the learning rate.
+        row_scale: (N, K), the factor of every row besides `scale` and the learning rate.
         learning_rate: step size; the decay is 1 - learning_rate * weight_decay (the base rate, unscaled).
         weight_decay: decoupled weight decay.
         active: (N,) bool; a matrix that is not active keeps its bits.
+        scale: a factor of all rows.
         cautious: decay only where update and weight agree in sign (Chen et al. 2025, cautious weight decay).
     """
     valid = selection.valid()
+    row_scale = row_scale * scale
     decay = learning_rate * weight_decay
     for matrix, parameter in enumerate(parameters):
         offered = min(selection.index.shape[1], parameter.shape[0])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,6 +21,8 @@ from dion_core.matrices import ALIGNMENT
 
 ROWS = 8
 """Rows of one program."""
+PLACES = 128
+"""Rows that one program finds the places of."""
 WORDS = 256
 """Words of each row that are under way at a time: with 128 threads, 8 accesses of 16 bytes a thread."""
 
@@ -109,13 +112,62 @@ def collect(rows: Tensor, count: Tensor, start: Tensor, total: int, owned: Tenso
     return matrices
 
 
-def spread(matrices: Tensor, count: Tensor, start: Tensor, num_rows: int, owned: Tensor | None = None) -> Tensor:
-    """The same flat (num_rows * C,) as `dion_core.compaction.spread` gives, in one launch."""
+def spread_(rows: Tensor, matrices: Tensor, count: Tensor, start: Tensor, owned: Tensor | None = None) -> None:
+    """The same as `dion_core.compaction.spread_` does, in one launch; `rows` is contiguous."""
     if matrices.stride(2) != 1:
         matrices = matrices.contiguous()
-    rows = matrices.new_empty(num_rows, matrices.shape[2])
     _move(rows, matrices, count, start, owned, collect=False)
-    return rows.flatten()
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_senders", "num_counted", "num_built", "total"])
+def _places_kernel(
+    place,
+    count,
+    start,
+    owned,
+    num_blocks,
+    num_senders,
+    num_counted,
+    num_built,
+    total,
+    OWNED: tl.constexpr,
+    SENDERS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The row of the buffer for some rows of one matrix, or -1.
+
+    Example: counts [2, 1] of two senders whose slots start at rows 0 and 4, total 4: place [0, 1, 4, -1].
+    """
+    matrix = tl.program_id(0) // num_blocks
+    at = (tl.program_id(0) % num_blocks) * ROWS + tl.arange(0, ROWS)
+    row, valid = _buffer_rows(count, start, owned, matrix, at, num_senders, num_counted, num_built, OWNED, SENDERS)
+    tl.store(place + matrix.to(tl.int64) * total + at, tl.where(valid, row, -1), mask=at < total)
+
+
+def places(count: Tensor, start: Tensor, total: int, owned: Tensor | None = None) -> Tensor:
+    """The same (B, T) as `dion_core.compaction.places` gives, in one launch."""
+    place = torch.empty(start.shape[1], total, dtype=torch.int64, device=count.device)
+    count, start = count.contiguous(), start.contiguous()
+    num_blocks = triton.cdiv(total, PLACES)
+    launch(
+        _places_kernel,
+        len(place) * num_blocks,
+        count.device,
+        place,
+        count,
+        start,
+        start if owned is None else owned,
+        num_blocks,
+        len(count),
+        count.shape[1],
+        len(place),
+        total,
+        warps=4,
+        OWNED=owned is not None,
+        SENDERS=triton.next_power_of_2(len(count)),
+        ROWS=PLACES,
+    )
+    return place
 
 
 def _move(rows: Tensor, matrices: Tensor, count: Tensor, start: Tensor, owned: Tensor | None, *, collect: bool) -> None:

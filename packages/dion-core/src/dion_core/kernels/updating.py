@@ -30,12 +30,12 @@ _BLOCK = 256  # rows that one program looks up
     "index_stride", "slot_stride", "count_stride", "scale_stride", "num_rows", "blocks",
 ])  # fmt: skip
 def _place_kernel(
-    index, index_stride, slot, slot_stride, count, count_stride, row_scale, scale_stride, learning_rate,
+    index, index_stride, slot, slot_stride, count, count_stride, row_scale, scale_stride, overall, learning_rate,
     place, factor, num_rows, blocks, HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For every local row the slot of its update (-1: it has none) and the factor, by bisection: index ascends.
 
-    Example: index [1, 4], count 2, slot [9, 3], row_scale [2, 4], learning rate 0.5 and R = 5 give
+    Example: index [1, 4], count 2, slot [9, 3], row_scale [2, 4], overall scale 1, learning rate 0.5 and R = 5 give
     place [-1, 9, -1, -1, 3] and factor [0, 1, 0, 0, 2].
     """
     matrix = (tl.program_id(0) // blocks).to(tl.int64)
@@ -56,7 +56,7 @@ def _place_kernel(
     at = matrix * num_rows + row
     inside = row < num_rows
     tl.store(place + at, tl.load(slot + matrix * slot_stride + low, mask=found, other=-1), mask=inside)
-    tl.store(factor + at, scale * tl.load(learning_rate).to(tl.float32), mask=inside)
+    tl.store(factor + at, scale * overall * tl.load(learning_rate).to(tl.float32), mask=inside)
 
 
 @triton.jit(do_not_specialize=["stride", "step", "row_stride", "row_step", "active_stride", "num_rows"])
@@ -106,6 +106,7 @@ def update_(
     weight_decay: float | Tensor,
     active: Tensor,
     cautious: bool,
+    scale: float = 1.0,
 ) -> None:
     """Decays the parameters and subtracts the chosen rows, computed in fp32 and rounded once."""
     num_matrices, (num_rows, columns) = len(parameters), parameters.shape
@@ -116,7 +117,7 @@ def update_(
     blocks = triton.cdiv(num_rows, _BLOCK)
     launch(
         _place_kernel, num_matrices * blocks, device, *entries(selection.index), *entries(rows.slot),
-        selection.count, selection.count.stride(0), *entries(row_scale), learning_rate, place, factor,
+        selection.count, selection.count.stride(0), *entries(row_scale), float(scale), learning_rate, place, factor,
         num_rows, blocks, HALVINGS=selection.index.shape[1].bit_length(), BLOCK=_BLOCK, warps=4,
     )  # fmt: skip
     block, warps = row_block(columns)

@@ -1,0 +1,166 @@
+"""Newton-Schulz on this GPU: captured in a CUDA graph and eager, against what its products need at least.
+
+    python -m benchmarks.newton_schulz [--write] [--products]
+
+TFLOP/s count a symmetric product at half the cost of a dense one. --products adds the times of single products by
+cuBLAS; --write measures every candidate for every shape and stores the fastest in the file that
+`dion_core.newton_schulz_kernels.choices` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from dion_core.newton_schulz import NewtonSchulz
+from dion_core.newton_schulz_kernels import choices, iteration, listing
+from dion_core.newton_schulz_kernels.choices import Choice
+from dion_core.newton_schulz_kernels.normalize import normalize
+
+SHAPES = (
+    (8, 1280, 5120),
+    (4, 5120, 5120),
+    (4, 4480, 5120),
+    (4, 1280, 17920),
+    (12, 1536, 1664),
+    (24, 384, 1536),
+    (12, 384, 6656),
+)
+TARGETS = (1.15, 16.0, 12.5, 1.6, 1.8, 0.30, 0.35)
+"""Milliseconds, captured, one for each shape."""
+WIDE = Choice(wide=2, depth=64, stages=3, band=4)
+SINGLE = Choice(wide=1, depth=64, stages=5, band=8)
+CANDIDATES = tuple(
+    replace(choice, apply_inside=inside) for choice in (WIDE, replace(WIDE, band=8), SINGLE) for inside in (True, False)
+)
+
+ROUNDS = 3
+
+
+def captured_ms(function: Callable[[], object], *, repeats: int = 10) -> float:
+    """Median time of a replay of `function` as a CUDA graph."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return eager_ms(graph.replay, repeats=repeats)
+
+
+def eager_ms(function: Callable[[], object], *, repeats: int = 10) -> float:
+    """Median time of a call, host time included, with the device idle before it."""
+    times = []
+    for _ in range(repeats + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return median(times[2:])
+
+
+def operations(batch: int, m: int, n: int, segments: iteration.Segments) -> float:
+    """Floating-point operations of the products, symmetric ones at half cost."""
+    cost = {listing.Kind.GRAM: m * m * n, listing.Kind.SYMMETRIC: m**3, listing.Kind.APPLY: 2 * m * m * n}
+    return float(batch * sum(cost[product.kind] for product in listing.list_products(segments).products))
+
+
+def random_matrices(batch: int, rows: int, columns: int) -> Tensor:
+    """(B, R, C) bfloat16, normally distributed."""
+    return torch.randn(batch, rows, columns, device="cuda").bfloat16()
+
+
+def segments_of(rows: int, columns: int) -> iteration.Segments:
+    """What the default does with a matrix of that size."""
+    return tuple(segment.coefficients for segment in NewtonSchulz().segments(rows, columns))
+
+
+def with_choice(matrices: Tensor, segments: iteration.Segments, choice: Choice) -> Tensor:
+    """The whole of `iteration.orthogonalize`, with a given choice."""
+    room = iteration.make_room(*matrices.shape, device=matrices.device, choice=choice)
+    normalize(matrices, out=room[0])
+    return iteration.iterate(room, segments, dtype=matrices.dtype, choice=choice)
+
+
+def ceiling(dtype: torch.dtype) -> float:
+    """TFLOP/s of cuBLAS for 8192^3."""
+    left, right = (torch.randn(8192, 8192, device="cuda").to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * 8192**3 / captured_ms(lambda: torch.mm(left, right, out=out)) / 1e9
+
+
+def print_products(batch: int, m: int, n: int) -> None:
+    """The times of single products by cuBLAS, and of everything else than products."""
+    x = torch.randn(batch, m, n, device="cuda").half()
+    q = torch.randn(batch, m, m, device="cuda").half()
+    matrices, room = x.bfloat16(), torch.empty_like(x)
+    times = {
+        "X X^T": captured_ms(lambda: torch.bmm(x, x.mT)),
+        "G G": captured_ms(lambda: torch.bmm(q, q)),
+        "Q X": captured_ms(lambda: torch.bmm(q, x)),
+        "normalize": captured_ms(lambda: normalize(matrices, out=room)),
+    }
+    print("    dense, us:", ", ".join(f"{name} {1e3 * time:.0f}" for name, time in times.items()), flush=True)
+
+
+def compare(batch: int, m: int, n: int) -> Choice:
+    """Prints the time of every candidate for a shape, and returns the fastest.
+
+    The candidates take turns, because a GPU at its power limit changes its clocks from second to second.
+    """
+    matrices, segments = random_matrices(batch, m, n), segments_of(m, n)
+    rounds: dict[Choice, list[float]] = {choice: [] for choice in CANDIDATES}
+    for _ in range(ROUNDS):
+        for choice, times in rounds.items():
+            times.append(captured_ms(lambda choice=choice: with_choice(matrices, segments, choice), repeats=5))  # type: ignore[misc]
+    for choice, times in rounds.items():
+        print(f"    {median(times):8.3f} ms  {choice}", flush=True)
+    return min(rounds, key=lambda choice: median(rounds[choice]))
+
+
+def write() -> None:
+    """Stores the fastest choice of every shape under the device's name."""
+    name = torch.cuda.get_device_name()
+    content = json.loads(choices.MEASURED.read_text(encoding="utf-8")) if choices.MEASURED.exists() else {}
+    content[name] = []
+    for batch, m, n in SHAPES:
+        print(f"{batch} x {m} x {n}", flush=True)
+        content[name].append({"batch": batch, "m": m, "n": n, "choice": asdict(compare(batch, m, n))})
+    choices.MEASURED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    choices.choose.cache_clear()
+    choices._measured.cache_clear()
+
+
+def main() -> None:
+    """Measures, after writing if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="store the fastest choices")
+    parser.add_argument("--products", action="store_true", help="print times of single products too")
+    arguments = parser.parse_args()
+    if arguments.write:
+        write()
+    print(f"cuBLAS 8192^3: bf16 {ceiling(torch.bfloat16):.0f}, fp16 {ceiling(torch.float16):.0f} TFLOP/s")
+    print("batch x m x n          captured ms  target   eager ms  TFLOP/s  captured with torch's products, ms")
+    orthogonalize = NewtonSchulz()
+    for (batch, m, n), target in zip(SHAPES, TARGETS, strict=True):
+        matrices = random_matrices(batch, m, n)
+        captured = captured_ms(lambda matrices=matrices: orthogonalize(matrices))  # type: ignore[misc]
+        eager = eager_ms(lambda matrices=matrices: orthogonalize(matrices))  # type: ignore[misc]
+        plain = captured_ms(lambda matrices=matrices: orthogonalize._orthogonalize(matrices))  # type: ignore[misc]
+        rate = operations(batch, m, n, segments_of(m, n)) / captured / 1e9
+        row = f"{f'{batch} x {m} x {n}':22} {captured:11.3f} {target:7.2f} {eager:10.3f} {rate:8.0f} {plain:8.3f}"
+        print(row, flush=True)
+        if arguments.products:
+            print_products(batch, m, n)
+
+
+if __name__ == "__main__":
+    main()

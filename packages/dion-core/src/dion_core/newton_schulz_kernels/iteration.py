@@ -1,0 +1,229 @@
+"""Newton-Schulz on normalized float16 matrices on a Hopper GPU, in one launch or a few.
+
+Legend: B matrices of R rows and C columns, m the shorter side and n the longer one, S segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dion_core.newton_schulz_kernels.choices import Choice, choose
+from dion_core.newton_schulz_kernels.launch import launch
+from dion_core.newton_schulz_kernels.listing import Coefficients, Kind, list_products
+from dion_core.newton_schulz_kernels.normalize import normalize, normalize_rows
+from dion_core.newton_schulz_kernels.products import products_kernel
+
+_BLOCK = 128
+_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+Segments = tuple[tuple[Coefficients, ...], ...]
+
+
+def runs_on(device: torch.device, rows: int, columns: int) -> bool:
+    """Whether `iterate` can be used: on Hopper, for sizes that the copy engine can address."""
+    return rows % 8 == 0 and columns % 8 == 0 and _properties(device.index).capability == (9, 0)
+
+
+def choice_for(device: torch.device, batch: int, rows: int, columns: int) -> Choice:
+    """The settings for B matrices of that size; the same on every rank with such a device."""
+    m, n = sorted((rows, columns))
+    return choose(_properties(device.index).name, batch, m, n)
+
+
+def orthogonalize(matrices: Tensor, segments: Segments) -> Tensor:
+    """Returns `matrices` normalized and after all steps, (B, R, C) in new storage and in their dtype.
+
+    Args:
+        matrices: (B, R, C) float32, bfloat16 or float16, of any strides, for which `runs_on` is true.
+        segments: (a, b, c) of each step, by segment.
+    """
+    choice = choice_for(matrices.device, *matrices.shape)
+    room = make_room(*matrices.shape, device=matrices.device, choice=choice)
+    normalize(matrices, out=room[0])
+    return iterate(room, segments, dtype=matrices.dtype, choice=choice)
+
+
+def orthogonalize_rows(rows: Tensor, place: Tensor, segments: Segments) -> Tensor:
+    """Returns the matrices whose rows lie in a buffer, normalized and after all steps.
+
+    Args:
+        rows: (S, C), contiguous, float32, bfloat16 or float16.
+        place: (B, R) int64, contiguous: the row of the buffer that is each row of each matrix; -1 for a row of zeros.
+        segments: (a, b, c) of each step, by segment.
+
+    Returns:
+        (B, R, C) in new storage, in the dtype of `rows`.
+    """
+    shape = (*place.shape, rows.shape[1])
+    choice = choice_for(rows.device, *shape)
+    room = make_room(*shape, device=rows.device, choice=choice)
+    normalize_rows(rows, place, out=room[0])
+    return iterate(room, segments, dtype=rows.dtype, choice=choice)
+
+
+def make_room(batch: int, rows: int, columns: int, *, device: torch.device, choice: Choice) -> Tensor:
+    """(1 or 2, B, R, C) float16, uninitialized, for `iterate`: normalized matrices belong into the first part."""
+    return torch.empty((2 if choice.apply_inside else 1, batch, rows, columns), dtype=torch.float16, device=device)
+
+
+def iterate(room: Tensor, segments: Segments, *, dtype: torch.dtype, choice: Choice) -> Tensor:
+    """Returns (B, R, C) in new storage: the matrices of ``room[0]`` after all steps of all segments.
+
+    Args:
+        room: (1 or 2, B, R, C) float16 from `make_room`, the first part filled. Overwritten.
+        segments: (a, b, c) of each step, by segment.
+        dtype: of the result, float16 or bfloat16; any other is cast from float16.
+        choice: from `choice_for`, the one that `room` was made with.
+    """
+    narrow = dtype if dtype in _DTYPES else torch.float16
+    if choice.apply_inside:
+        return _run(room, segments, choice, narrow).to(dtype)
+    x = room[0]
+    del room
+    tall = x.shape[1] > x.shape[2]
+    for steps in segments[:-1]:
+        polynomial = _run(x[None], (steps,), choice, None)
+        x = torch.bmm(x, polynomial) if tall else torch.bmm(polynomial, x)
+        del polynomial
+    return _run(x[None], segments[-1:], choice, narrow).to(dtype)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What does not change from call to call for a shape.
+
+    Attributes:
+        table: the listing, on the device.
+        buffers: m x m buffers of the listing.
+        last: target of its last product.
+        total: tiles of all products.
+    """
+
+    table: Tensor
+    buffers: int
+    last: int
+    total: int
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    segments: Segments, apply_last: bool, shape: tuple[int, int, int], choice: Choice, device: torch.device
+) -> _Plan:
+    """Works the plan out; copies the listing to the device, so a first call cannot be captured."""
+    batch, rows, columns = shape
+    listing = list_products(segments, apply_last=apply_last)
+    table = torch.tensor([product.fields() for product in listing.products], dtype=torch.int32, device=device)
+    applied = sum(product.kind == Kind.APPLY for product in listing.products)
+    symmetric = len(listing.products) - applied
+    tiles = symmetric * _triangle(min(rows, columns), choice.wide) + applied * _rectangle(rows, columns, choice.wide)
+    return _Plan(table, listing.buffers, listing.products[-1].target, batch * tiles)
+
+
+def _run(x: Tensor, segments: Segments, choice: Choice, dtype: torch.dtype | None) -> Tensor:
+    """Works through the products for ``x[0]``; returns the result in `dtype`, or Q of a single segment if None."""
+    copies, batch, rows, columns = x.shape
+    device, (m, n) = x.device, sorted((rows, columns))
+    plan = _plan(segments, dtype is not None, (batch, rows, columns), choice, device)
+    work = torch.empty((plan.buffers, batch, m, m), dtype=torch.float16, device=device)
+    out = work if dtype is None else torch.empty((batch, rows, columns), dtype=dtype, device=device)
+    counters = torch.zeros(batch, dtype=torch.int32, device=device)
+    tall = rows > columns
+    addresses = (x.data_ptr(), out.data_ptr(), work.data_ptr())
+    sizes = (copies, batch, rows, columns, plan.buffers)
+    launch(
+        products_kernel,
+        (min(plan.total, _properties(device.index).multiprocessors), 1),
+        [*_describe(addresses, sizes, dtype, choice), plan.table, counters, plan.total, batch, m, n],
+        (choice.wide, choice.depth, choice.band, tall, choice.stages),
+        key=dtype or torch.float16,
+        device=device,
+        num_warps=4,
+        launch_cooperative_grid=True,
+    )
+    return work[plan.last] if dtype is None else out
+
+
+class _Address:
+    """Stands for a tensor in a descriptor, without keeping its memory."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address = address
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@lru_cache(maxsize=256)  # the same few addresses come again and again
+def _describe(
+    addresses: tuple[int, int, int], sizes: tuple[int, int, int, int, int], dtype: torch.dtype | None, choice: Choice
+) -> tuple[TensorDescriptor, ...]:
+    """How the kernel's operands lie in memory and in shared memory, in the order of its arguments.
+
+    Args:
+        addresses: of x (copies, B, R, C), the result (B, R, C) and the workspace (buffers, B, m, m).
+        sizes: copies, B, R, C and buffers.
+        dtype: of the result; None if there is none.
+        choice: says how large the blocks are.
+    """
+    copies, batch, rows, columns, buffers = sizes
+    x, work = (_Address(addresses[at], torch.float16) for at in (0, 2))
+    out = _Address(addresses[1], dtype or torch.float16)
+    m, tall = min(rows, columns), rows > columns
+    depth, wide, half = choice.depth, choice.wide * _BLOCK, _BLOCK // 2
+    flat = ([copies * batch * rows, columns], [columns, 1])
+    stack = ([copies * batch, rows, columns], [rows * columns, columns, 1])
+    w_flat = ([buffers * batch * m, m], [m, 1])
+    w_stack = ([buffers * batch, m, m], [m * m, m, 1])
+    result = w_stack if dtype is None else ([batch, rows, columns], stack[1])
+
+    def describe(base: _Address, where: tuple[list[int], list[int]], block: list[int]) -> TensorDescriptor:
+        return TensorDescriptor(base, *where, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[base.dtype]))
+
+    return (
+        describe(x, stack if tall else flat, [1, depth, _BLOCK] if tall else [_BLOCK, depth]),
+        describe(x, stack if tall else flat, [1, depth, wide] if tall else [wide, depth]),
+        describe(x, flat if tall else stack, [_BLOCK, depth] if tall else [1, depth, wide]),
+        describe(x, stack, [1, half, _BLOCK]),
+        describe(out, result, [1, half, _BLOCK]),
+        describe(work, w_flat, [_BLOCK, depth]),
+        describe(work, w_flat, [wide, depth]),
+        describe(work, w_flat, [half, _BLOCK]),
+        describe(work, w_stack, [1, half, _BLOCK]),
+        describe(work, w_stack, [1, _BLOCK, half]),
+        describe(work, w_stack, [1, half, half]),
+    )
+
+
+class _Properties(NamedTuple):
+    """What matters of a device."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    name: str
+
+
+@lru_cache(maxsize=64)
+def _properties(index: int) -> _Properties:
+    """The properties of device number `index`."""
+    properties = torch.cuda.get_device_properties(index)
+    return _Properties((properties.major, properties.minor), properties.multi_processor_count, properties.name)
+
+
+def _triangle(m: int, wide: int) -> int:
+    """Tiles of a symmetric product of one matrix."""
+    count = triton.cdiv(m, _BLOCK)
+    squares = count // wide
+    return int(wide * squares * (squares + 1) // 2 + count % wide * (squares + 1))
+
+
+def _rectangle(rows: int, columns: int, wide: int) -> int:
+    """Tiles of Q X or X Q of one matrix."""
+    return int(triton.cdiv(rows, _BLOCK) * triton.cdiv(columns, _BLOCK * wide))

@@ -1,0 +1,380 @@
+"""One kernel for a whole list of products of the Newton-Schulz iteration, for Hopper's tensor cores.
+
+The list (`listing`) names products of three kinds: the Gram matrix of X, products of symmetric
+m x m matrices that commute, and Q X. The first two are symmetric: only the tiles on and below the diagonal are
+computed, and what lies below is stored a second time, transposed. Results are symmetric to the bit, also within the
+blocks on the diagonal: an asymmetric rounding error would not stay harmless as it does in whole products.
+
+Program p of P takes places p, p + P, p + 2 P, ... of the sequence (`schedule`), and starts a tile
+as soon as the products before it are complete for its matrix: no product waits for the last tile of the one before,
+and there is one launch. Warps have fixed tasks and hand shared memory to each other:
+
+    produce   loads slices of the operands, up to STAGES ahead, across tiles and products
+    consume   multiplies: two groups of four warps, each 64 of the 128 rows of a tile
+    transfer  loads what is added, stores results, announces them: one warp for each group
+
+Example: in the sequence of `schedule`, place 7 is tile 1 of product 1 of matrix 0. It starts when counter 0 has
+reached 6: three tiles of product 0, each announced by two warps. For alpha = 2, beta = 3, gamma = 1, entry (5, 5) of
+the tile becomes 2 * (row 5 of A . row 5 of B) + 3 * C[5, 5] + 1 in float32, and is then rounded.
+
+All programs have to run at the same time, which a cooperative launch makes sure of. Results depend neither on their
+number nor on timing: each tile is summed up by one program in one order.
+
+Legend: as in `schedule`; H = 64 half the rows of a tile, TK the depth of a slice, A, B left and right factor, C what
+is added. "Turned" operands lie in memory with the rows that are multiplied running down.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dion_core.newton_schulz_kernels.counters import announce_tile, await_tiles
+from dion_core.newton_schulz_kernels.schedule import APPLY, FIELDS, GRAM, T, find
+
+H = gl.constexpr(64)
+
+
+@gluon.jit
+def _is_narrow(kind, i, j, WIDE: gl.constexpr, TALL: gl.constexpr):
+    """Whether the second block of a tile lies above the diagonal and is left out (not so if X is tall)."""
+    return (kind != APPLY) & (WIDE * j + WIDE - 1 > i) & (not TALL)
+
+
+@gluon.jit
+def _load_turned(source, matrix, k, column, slot, ready, TK: gl.constexpr, LENGTH: gl.constexpr):
+    """Loads rows k to k + TK of LENGTH columns."""
+    target = slot._reinterpret(gl.float16, [1, TK, LENGTH], source.layout)
+    tma.async_copy_global_to_shared(source, [matrix, k, column], ready, target)
+
+
+@gluon.jit
+def _load_pair(a_source, b_source, a_at, b_at, k, a_slot, b_slot, ready, narrow):
+    """Loads TK columns from k on: rows of A, and as many of B, or if narrow one block of them by A's descriptor."""
+    tma.async_copy_global_to_shared(a_source, [a_at, k], ready, a_slot)
+    if narrow:
+        tma.async_copy_global_to_shared(a_source, [b_at, k], ready, b_slot.slice(0, T))
+    else:
+        tma.async_copy_global_to_shared(b_source, [b_at, k], ready, b_slot)
+
+
+@gluon.jit
+def _produce(
+    x_rows, x_cols, x_apply, w_rows, w_cols, ring, work,
+    WIDE: gl.constexpr, TK: gl.constexpr, BAND: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fills the ring with the slices of all tiles of this program, in order."""
+    listing, counters, total, batch, m, n = work
+    a_ring, b_ring, full, empty = ring
+    at = 0
+    product = 0
+    start = 0
+    before = 0
+    for place in range(gl.program_id(0), total, gl.num_programs(0)):
+        product, start, before, kind, matrix, i, j = find(place, product, start, before, work, WIDE, BAND, TALL)
+        row = i * T
+        column = j * (T * WIDE)
+        a = gl.load(listing + product * FIELDS + 1) * batch + matrix
+        b = gl.load(listing + product * FIELDS + 2) * batch + matrix
+        narrow = _is_narrow(kind, i, j, WIDE, TALL)
+        await_tiles(counters + matrix, 2 * before)
+        for step in range(gl.cdiv(gl.where(kind == GRAM, n, m), TK)):
+            slot = at % STAGES
+            k = step * TK
+            ready = full.index(slot)
+            a_slot = a_ring.index(slot)
+            b_slot = b_ring.index(slot)
+            mbarrier.wait(empty.index(slot), at // STAGES & 1 ^ 1)
+            mbarrier.expect(ready, 2 * T * TK * 2, pred=narrow)
+            mbarrier.expect(ready, (1 + WIDE) * T * TK * 2, pred=narrow == 0)
+            if kind == GRAM:
+                if TALL:
+                    _load_turned(x_rows, a, k, row, a_slot, ready, TK, T)
+                    _load_turned(x_cols, a, k, column, b_slot, ready, TK, T * WIDE)
+                else:
+                    _load_pair(x_rows, x_cols, a * m + row, a * m + column, k, a_slot, b_slot, ready, narrow)
+            elif kind == APPLY:
+                if TALL:  # rows of X times rows of Q, which is symmetric
+                    tma.async_copy_global_to_shared(x_apply, [b * n + row, k], ready, a_slot)
+                    tma.async_copy_global_to_shared(w_cols, [a * m + column, k], ready, b_slot)
+                else:
+                    tma.async_copy_global_to_shared(w_rows, [a * m + row, k], ready, a_slot)
+                    _load_turned(x_apply, b, k, column, b_slot, ready, TK, T * WIDE)
+            else:
+                _load_pair(w_rows, w_cols, a * m + row, b * m + column, k, a_slot, b_slot, ready, narrow)
+            at += 1
+
+
+@gluon.jit
+def _multiply(
+    ring, at, steps, HALF: gl.constexpr, BLOCKS: gl.constexpr, WIDE: gl.constexpr, TK: gl.constexpr,
+    A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """(H, T * BLOCKS) float32: `steps` slices from number `at` on, multiplied and summed up."""
+    a_ring, b_ring, full, empty = ring
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128 * BLOCKS, 16])
+    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TK, T], gl.float16)
+    B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TK, T * WIDE], gl.float16)
+    acc = gl.zeros((H, T * BLOCKS), gl.float32, LAYOUT)
+    for step in range(steps):
+        slot = at % STAGES
+        mbarrier.wait(full.index(slot), at // STAGES & 1)
+        if A_TURNED:
+            a = a_ring.index(slot)._reinterpret(gl.float16, [TK, T], A_LAYOUT).slice(HALF * H, H, dim=1)
+            a = a.permute([1, 0])
+        else:
+            a = a_ring.index(slot).slice(HALF * H, H)
+        if B_TURNED:
+            b = b_ring.index(slot)._reinterpret(gl.float16, [TK, T * WIDE], B_LAYOUT)
+        else:
+            b = b_ring.index(slot).slice(0, T * BLOCKS).permute([1, 0])
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        # This one is still running; the one before is not, and its slot is free.
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), pred=step > 0)
+        at += 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES))
+    return acc
+
+
+@gluon.jit
+def _make_symmetric(direct, mirror, HALF: gl.constexpr):
+    """Makes the H x H part on the diagonal symmetric: what is below it replaces what is above."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    own = direct.reshape([H, T]).slice(HALF * H, H, dim=1)
+    turned = mirror.reshape([T, H]).slice(HALF * H, H).load(LAYOUT)
+    i = gl.arange(0, H, layout=gl.SliceLayout(1, LAYOUT))
+    j = gl.arange(0, H, layout=gl.SliceLayout(0, LAYOUT))
+    own.store(gl.where(i[:, None] >= j[None, :], own.load(LAYOUT), turned))
+
+
+@gluon.jit
+def _hand_over(value, out, box, number, kind, target, on_diagonal, HALF: gl.constexpr):
+    """Gives an (H, T) block to the transferring warp: as it is and transposed, or in the dtype of the result."""
+    direct, mirror, _c_full, out_full, out_empty = box
+    mbarrier.wait(out_empty, number & 1 ^ 1)
+    if (kind == APPLY) & (target < 0):
+        direct._reinterpret(out.dtype, [1, H, T], out.layout).reshape([H, T]).store(value.to(out.dtype))
+    else:
+        rounded = value.to(gl.float16)
+        direct.reshape([H, T]).store(rounded)
+        if kind != APPLY:
+            mirror.reshape([T, H]).permute([1, 0]).store(rounded)
+            if on_diagonal:
+                _make_symmetric(direct, mirror, HALF)
+    fence_async_shared()
+    mbarrier.arrive(out_full)
+
+
+@gluon.jit
+def _add_diagonal(value, gamma, row, column):
+    """`value` plus gamma where row and column are the same."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    i = row + gl.arange(0, H, layout=gl.SliceLayout(1, LAYOUT))
+    j = column + gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
+    return gl.where(i[:, None] == j[None, :], value + gamma, value)
+
+
+@gluon.jit
+def _consume_tile(
+    w_add, out, ring, box, listing, counts, product, kind, i, j, steps,
+    HALF: gl.constexpr, BLOCKS: gl.constexpr, WIDE: gl.constexpr, TK: gl.constexpr,
+    A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Works out and hands over H rows of a tile of BLOCKS blocks: alpha A B + beta C + gamma I.
+
+    `counts` are the slices, blocks and tiles with C so far; they are returned with this tile's added.
+    """
+    at, number, added = counts
+    direct, mirror, c_full, _out_full, _out_empty = box
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    acc = _multiply(ring, at, steps, HALF, BLOCKS, WIDE, TK, A_TURNED, B_TURNED, STAGES)
+    target = gl.load(listing + product * FIELDS + 4)
+    alpha = gl.load(listing + product * FIELDS + 5).to(gl.float32, bitcast=True)
+    beta = gl.load(listing + product * FIELDS + 6).to(gl.float32, bitcast=True)
+    gamma = gl.load(listing + product * FIELDS + 7).to(gl.float32, bitcast=True)
+    acc *= alpha
+    if BLOCKS == 1:
+        left = gl.convert_layout(acc, LAYOUT)
+    else:
+        left, right = acc.reshape([H, 2, T]).permute([0, 2, 1]).split()
+        left = gl.convert_layout(left, LAYOUT)
+        right = gl.convert_layout(right, LAYOUT)
+    if gl.load(listing + product * FIELDS + 3) >= 0:
+        mbarrier.wait(c_full, added & 1)
+        added += 1
+        left += beta * direct.reshape([H, T]).load(LAYOUT).to(gl.float32)
+        if BLOCKS == 2:
+            right += beta * mirror._reinterpret(gl.float16, [H, T], w_add.layout).load(LAYOUT).to(gl.float32)
+    if (kind != APPLY) & (i // WIDE == j):
+        left = _add_diagonal(left, gamma, i * T + HALF * H, j * (T * WIDE))
+        if BLOCKS == 2:
+            right = _add_diagonal(right, gamma, i * T + HALF * H, j * (T * WIDE) + T)
+    _hand_over(left, out, box, number, kind, target, i == WIDE * j, HALF)
+    number += 1
+    if BLOCKS == 2:  # noqa: SIM102 - known to the compiler, so that `right` need not exist
+        if (kind == APPLY) | (WIDE * j + 1 <= i):
+            _hand_over(right, out, box, number, kind, target, i == WIDE * j + 1, HALF)
+            number += 1
+    return at + steps, number, added
+
+
+@gluon.jit
+def _consume(
+    w_add, out, ring, box, work, HALF: gl.constexpr,
+    WIDE: gl.constexpr, TK: gl.constexpr, BAND: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Multiplies rows HALF * H to HALF * H + H - 1 of every tile of this program."""
+    listing, _counters, total, _batch, m, n = work
+    at = 0
+    number = 0
+    added = 0
+    product = 0
+    start = 0
+    before = 0
+    for place in range(gl.program_id(0), total, gl.num_programs(0)):
+        product, start, before, kind, _, i, j = find(place, product, start, before, work, WIDE, BAND, TALL)
+        steps = gl.cdiv(gl.where(kind == GRAM, n, m), TK)
+        counts = (at, number, added)
+        # Whole tiles are worked out in each case: where accumulators of two cases met, the compiler would make every
+        # product wait for the one before.
+        if TALL:
+            if kind == GRAM:
+                at, number, added = _consume_tile(
+                    w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
+                    HALF, WIDE, WIDE, TK, True, True, STAGES,
+                )  # fmt: skip
+            elif kind == APPLY:
+                at, number, added = _consume_tile(
+                    w_add, out, ring, box, listing, counts, product, APPLY, i, j, steps,
+                    HALF, WIDE, WIDE, TK, False, False, STAGES,
+                )  # fmt: skip
+            else:
+                at, number, added = _consume_tile(
+                    w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
+                    HALF, WIDE, WIDE, TK, False, False, STAGES,
+                )  # fmt: skip
+        else:
+            if kind == APPLY:
+                at, number, added = _consume_tile(
+                    w_add, out, ring, box, listing, counts, product, APPLY, i, j, steps,
+                    HALF, WIDE, WIDE, TK, False, True, STAGES,
+                )  # fmt: skip
+            elif _is_narrow(kind, i, j, WIDE, TALL):
+                at, number, added = _consume_tile(
+                    w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
+                    HALF, 1, WIDE, TK, False, False, STAGES,
+                )  # fmt: skip
+            else:
+                at, number, added = _consume_tile(
+                    w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
+                    HALF, WIDE, WIDE, TK, False, False, STAGES,
+                )  # fmt: skip
+
+
+@gluon.jit
+def _store_symmetric(w_direct, w_mirror, w_corner, direct, mirror, matrix, i, block, HALF: gl.constexpr):
+    """Stores H rows of a block and their transpose; of one on the diagonal, what lies below, and its transpose."""
+    row = i * T + HALF * H
+    if block < i:
+        tma.async_copy_shared_to_global(w_direct, [matrix, row, block * T], direct)
+        tma.async_copy_shared_to_global(w_mirror, [matrix, block * T, row], mirror)
+    elif HALF == 0:
+        corner = direct._reinterpret(gl.float16, [1, H, H], w_corner.layout)  # the left half
+        tma.async_copy_shared_to_global(w_corner, [matrix, row, block * T], corner)
+    else:
+        tma.async_copy_shared_to_global(w_direct, [matrix, row, block * T], direct)
+        corner = mirror._reinterpret(gl.float16, [1, H, H], w_corner.layout)  # the upper half
+        tma.async_copy_shared_to_global(w_corner, [matrix, block * T, row], corner)
+
+
+@gluon.jit
+def _transfer(
+    w_add, w_direct, w_mirror, w_corner, x_direct, out, box, work,
+    HALF: gl.constexpr, WIDE: gl.constexpr, BAND: gl.constexpr, TALL: gl.constexpr,
+):  # fmt: skip
+    """Loads C for, stores and announces the blocks of one consuming group."""
+    listing, counters, total, batch, m, _n = work
+    direct, mirror, c_full, out_full, out_empty = box
+    number = 0
+    product = 0
+    start = 0
+    before = 0
+    for place in range(gl.program_id(0), total, gl.num_programs(0)):
+        product, start, before, kind, matrix, i, j = find(place, product, start, before, work, WIDE, BAND, TALL)
+        row = i * T + HALF * H
+        added = gl.load(listing + product * FIELDS + 3)
+        target = gl.load(listing + product * FIELDS + 4)
+        if added >= 0:
+            await_tiles(counters + matrix, 2 * before)
+            narrow = _is_narrow(kind, i, j, WIDE, TALL)
+            c_row = (added * batch + matrix) * m + row
+            mbarrier.expect(c_full, H * T * 2, pred=narrow)
+            mbarrier.expect(c_full, H * T * 2 * WIDE, pred=narrow == 0)
+            tma.async_copy_global_to_shared(w_add, [c_row, j * (T * WIDE)], c_full, direct.reshape([H, T]))
+            if WIDE == 2:
+                right = mirror._reinterpret(gl.float16, [H, T], w_add.layout)
+                tma.async_copy_global_to_shared(w_add, [c_row, j * (T * WIDE) + T], c_full, right, pred=narrow == 0)
+        for part in gl.static_range(WIDE):
+            block = j * WIDE + part
+            if (kind == APPLY) | (block <= i):
+                mbarrier.wait(out_full, number & 1)
+                if kind != APPLY:
+                    _store_symmetric(
+                        w_direct, w_mirror, w_corner, direct, mirror, target * batch + matrix, i, block, HALF
+                    )
+                elif target < 0:
+                    result = direct._reinterpret(out.dtype, [1, H, T], out.layout)
+                    tma.async_copy_shared_to_global(out, [matrix, row, block * T], result)
+                else:
+                    tma.async_copy_shared_to_global(x_direct, [target * batch + matrix, row, block * T], direct)
+                tma.store_wait(0)
+                mbarrier.arrive(out_empty)
+                number += 1
+        announce_tile(counters + matrix)
+
+
+# Nothing is compiled anew for a size that happens to be 1 or a multiple of 16.
+@gluon.jit(do_not_specialize=["total", "batch", "m", "n"])
+def products_kernel(
+    x_rows, x_cols, x_apply, x_direct, out, w_rows, w_cols, w_add, w_direct, w_mirror, w_corner, listing, counters,
+    total, batch, m, n,
+    WIDE: gl.constexpr, TK: gl.constexpr, BAND: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Runs all tiles of the sequence; see the module."""
+    a_ring = gl.allocate_shared_memory(gl.float16, [STAGES, T, TK], w_rows.layout)
+    b_ring = gl.allocate_shared_memory(gl.float16, [STAGES, T * WIDE, TK], w_cols.layout)
+    direct = gl.allocate_shared_memory(gl.float16, [2, 1, H, T], w_direct.layout)
+    mirror = gl.allocate_shared_memory(gl.float16, [2, 1, T, H], w_mirror.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    box_barriers = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    for number in gl.static_range(6):
+        mbarrier.init(box_barriers.index(number), count=1)
+    fence_async_shared()
+    ring = (a_ring, b_ring, full, empty)
+    box_0 = (direct.index(0), mirror.index(0), box_barriers.index(0), box_barriers.index(1), box_barriers.index(2))
+    box_1 = (direct.index(1), mirror.index(1), box_barriers.index(3), box_barriers.index(4), box_barriers.index(5))
+    work = (listing, counters, total, batch, m, n)
+    gl.warp_specialize(
+        [
+            (_consume, (w_add, out, ring, box_0, work, 0, WIDE, TK, BAND, TALL, STAGES)),
+            (_consume, (w_add, out, ring, box_1, work, 1, WIDE, TK, BAND, TALL, STAGES)),
+            (_produce, (x_rows, x_cols, x_apply, w_rows, w_cols, ring, work, WIDE, TK, BAND, TALL, STAGES)),
+            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_direct, out, box_0, work, 0, WIDE, BAND, TALL)),
+            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_direct, out, box_1, work, 1, WIDE, BAND, TALL)),
+        ],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
+    )
