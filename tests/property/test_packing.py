@@ -36,7 +36,7 @@ def test_slots_are_numbered_once_without_gaps(size: int, num_matrices: int, rows
     holders = random_holders(seed, num_matrices, rows, size)
     bucket = bucket_for(holders, size, [(seed + n * n) % size for n in range(num_matrices)], rows)
     for rank in range(size):
-        plan = SlotPlan(seen_from(bucket, rank), rule(bucket))
+        plan = SlotPlan.of(seen_from(bucket, rank), rule(bucket))
         slots = plan.slot.flatten()
         assert sorted(slots[slots < plan.num_slots].tolist()) == list(range(plan.num_slots))
         assert sum(plan.elements_sent) == plan.num_slots * bucket.shape[1]

@@ -68,7 +68,7 @@ def round_trip(bucket: Bucket, holders: Holders, chosen: Chosen, rule: Callable[
         for rank in range(size)
     ]
     counts = torch.tensor([[len(of_matrix) for of_matrix in of_rank] for of_rank in here])
-    plans = [SlotPlan(seen_from(bucket, rank), rule(bucket)) for rank in range(size)]
+    plans = [SlotPlan.of(seen_from(bucket, rank), rule(bucket)) for rank in range(size)]
     buffers = []
     for rank, plan in enumerate(plans):
         used = [plan.slot[n, place] for n in range(num_matrices) for place in range(len(here[rank][n]))]
@@ -89,7 +89,7 @@ def round_trip(bucket: Bucket, holders: Holders, chosen: Chosen, rule: Callable[
         matrices = assembly(plan).assemble(arrived[owner], counts)
         assert torch.equal(arrived[owner].nan_to_num(), before.nan_to_num())
         owned = [n for n in range(num_matrices) if bucket.owners[n] == owner]
-        assert plan.owned == tuple(owned)
+        assert plan.bucket.owned(owner) == tuple(owned)
         assert matrices.shape == (len(owned), bucket.total_rows, columns)
         for place, n in enumerate(owned):
             expected = torch.zeros(bucket.total_rows, columns, dtype=torch.float64)
@@ -137,14 +137,14 @@ def test_slots_by_hand() -> None:
     """Rank 1 of two has 2 rows of matrices 0 and 2 and 3 of matrix 1; rank 1 owns matrices 0 and 2."""
     holders = [[0, 0, 0, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 1, 1]]
     bucket = bucket_of(layout_of(holders, 1, 2, 7), (1, 0, 1), 3, 5)
-    plan = SlotPlan(bucket, bucket.layout.rows)
-    assert plan.owned == (0, 2)
+    plan = SlotPlan.of(bucket, bucket.layout.rows)
+    assert plan.bucket.owned(1) == (0, 2)
     assert plan.num_slots == 7
     assert plan.slot.tolist() == [[3, 4, 7], [0, 1, 2], [5, 6, 7]]  # 7 is no slot
     assert plan.elements_sent == [3 * 7, 4 * 7]
     assert plan.elements_received == [6 * 7, 4 * 7]
     assert plan.rows_between(0, 1) == 6
-    assert plan.start.tolist() == [[0, 3], [6, 8]]
+    assert plan.tables.start.tolist() == [[0, 3], [6, 8]]
 
 
 CASES = [
@@ -166,7 +166,7 @@ def test_rows_go_to_the_owner_and_back(
 ) -> None:
     most = min(most, len(holders[0]))
     bucket = bucket_for(holders, size, owners, most)
-    assert isinstance(assembly(SlotPlan(bucket, rule(bucket))), RowAssembly)
+    assert isinstance(assembly(SlotPlan.of(bucket, rule(bucket))), RowAssembly)
     for seed in range(3):
         round_trip(bucket, holders, random_chosen(seed, holders, most), rule)
 
@@ -186,7 +186,7 @@ def test_columns_go_to_the_owner_and_back(columns: list[int], owners: list[int])
     whole = torch.randn(num_matrices, most, sum(columns), dtype=torch.float64)
     count = torch.tensor([(3 * n + 5) % (most + 1) for n in range(num_matrices)])
     counts = count.expand(size, -1)
-    plans = [SlotPlan(seen_from(bucket, rank), bucket.offered) for rank in range(size)]
+    plans = [SlotPlan.of(seen_from(bucket, rank), bucket.offered) for rank in range(size)]
     messages = []
     for rank, (plan, part) in enumerate(zip(plans, torch.split(whole, columns, dim=2), strict=True)):
         buffer = torch.full((plan.num_slots, columns[rank]), torch.nan, dtype=torch.float64)
@@ -199,8 +199,8 @@ def test_columns_go_to_the_owner_and_back(columns: list[int], owners: list[int])
     for owner, plan in enumerate(plans):
         assert isinstance(assembly(plan), ColumnAssembly)
         matrices = assembly(plan).assemble(arrived[owner], counts)
-        assert matrices.shape == (len(plan.owned), most, sum(columns))
-        for place, n in enumerate(plan.owned):
+        assert matrices.shape == (len(plan.bucket.owned(plan.rank)), most, sum(columns))
+        for place, n in enumerate(plan.bucket.owned(plan.rank)):
             expected = whole[n].clone()
             expected[int(count[n]) :] = 0
             assert torch.equal(matrices[place], expected)

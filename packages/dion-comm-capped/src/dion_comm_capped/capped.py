@@ -109,7 +109,7 @@ class CappedSession(Session):
             if bucket.layout.axis is Axis.ROWS:
                 exchanges.append(PooledExchange(bucket, options))
             else:  # all ranks know the same rows: nothing to pool
-                exchanges.append(SlotExchange(bucket, SlotPlan(bucket, bucket.offered)))
+                exchanges.append(SlotExchange(bucket, SlotPlan.of(bucket, bucket.offered)))
         super().__init__(exchanges)
         self._options = options
         fair = [torch.tensor(fixed_budgets(exchange.bucket, 1.0)).flatten() for exchange in self._pooled]

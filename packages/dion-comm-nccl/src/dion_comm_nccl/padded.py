@@ -25,7 +25,7 @@ class FullShard(Transport):
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
 
     def open(self, buckets: Sequence[Bucket]) -> Session:
-        return Session([SlotExchange(bucket, SlotPlan(bucket, _shard_slots(bucket))) for bucket in buckets])
+        return Session([SlotExchange(bucket, SlotPlan.of(bucket, _shard_slots(bucket))) for bucket in buckets])
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class LocalTopRows(Transport):
         return self.slack
 
     def open(self, buckets: Sequence[Bucket]) -> Session:
-        return Session([SlotExchange(bucket, SlotPlan(bucket, bucket.offered)) for bucket in buckets])
+        return Session([SlotExchange(bucket, SlotPlan.of(bucket, bucket.offered)) for bucket in buckets])
 
 
 def _shard_slots(bucket: Bucket) -> SlotRule:

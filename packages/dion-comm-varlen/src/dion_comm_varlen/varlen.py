@@ -10,25 +10,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import ClassVar
 
 import torch
 
 from dion_core.layout import Axis
-from dion_core.packing import SlotExchange, SlotPlan
+from dion_core.packing import SlotExchange, SlotPlan, bring
 from dion_core.rows import RowSelection
 from dion_core.steps import Steps, done
 from dion_core.transport import Bucket, Scope, Session, Transport
 
 
-@dataclass(frozen=True)
 class UniformPlan(SlotPlan):
     """Slots in chunks that are equally long for every pair of ranks: as long as the longest needs."""
 
     @cached_property
     def _longest(self) -> int:
-        ranks = range(self.bucket.layout.group.size)
-        return max(super(UniformPlan, self).rows_between(source, owner) for source in ranks for owner in ranks)
+        longest = 0
+        for of_source in self.slots:
+            to_owner = [0] * len(self.slots)
+            for owner, rows in zip(self.bucket.owners, of_source, strict=True):
+                to_owner[owner] += rows
+            longest = max(longest, *to_owner)
+        return longest
 
     def rows_between(self, source: int, owner: int) -> int:
         return self._longest
@@ -37,33 +42,30 @@ class UniformPlan(SlotPlan):
 class CountedSession(Session):
     """Reads all counts of a step on the host in one copy, and plans each exchange by them."""
 
-    host_reads = 1
-
     def __init__(self, buckets: Sequence[Bucket], plan: type[SlotPlan]) -> None:
         # Until rows are counted, and for good where columns are split, the plan is one of fixed slots.
-        super().__init__([SlotExchange(bucket, SlotPlan(bucket, bucket.offered)) for bucket in buckets])
-        self._exchanges = [exchange for exchange in self.exchanges if isinstance(exchange, SlotExchange)]
+        exchanges = [SlotExchange(bucket, SlotPlan.of(bucket, bucket.offered)) for bucket in buckets]
+        super().__init__(exchanges)
+        self._exchanges = exchanges
         self._plan = plan
+        self.host_reads = int(any(bucket.layout.axis is Axis.ROWS for bucket in buckets))
 
     def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
-        counts = torch.cat([selection.count_by_rank.flatten() for selection in selections]).tolist()
-        for exchange, selection in zip(self._exchanges, selections, strict=True):
-            num_ranks, num_matrices = selection.count_by_rank.shape
-            of_bucket, counts = counts[: num_ranks * num_matrices], counts[num_ranks * num_matrices :]
-            if exchange.bucket.layout.axis is Axis.ROWS:
-                exchange.plan = self._plan(exchange.bucket, _Counts(of_bucket, num_matrices))
+        counted = [
+            (exchange, selection.count_by_rank)
+            for exchange, selection in zip(self._exchanges, selections, strict=True)
+            if exchange.bucket.layout.axis is Axis.ROWS
+        ]
+        if not counted:
+            return done(None)
+        counts: list[int] = torch.cat([count.flatten() for _, count in counted]).tolist()
+        rest = iter(counts)
+        for exchange, count in counted:
+            num_ranks, num_matrices = count.shape
+            by_rank = [list(islice(rest, num_matrices)) for _ in range(num_ranks)]
+            exchange.plan = self._plan(exchange.bucket, by_rank)
+        bring([exchange.plan for exchange, _ in counted])
         return done(None)
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """The rows chosen in this step, by rank and matrix."""
-
-    flat: Sequence[int]
-    num_matrices: int
-
-    def __call__(self, rank: int, matrix: int) -> int:
-        return self.flat[rank * self.num_matrices + matrix]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from itertools import accumulate
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -51,46 +52,79 @@ def on_device(tables: Iterable[Sequence[int]], device: torch.device) -> list[Ten
 
 
 @dataclass(frozen=True)
+class SlotTables:
+    """Where slots lie, int64 on the device.
+
+    Attributes:
+        first: (N,) the row of the send buffer where the slots of each matrix start.
+        used: (N,) how many slots each matrix has.
+        start: (W, B) the row of the receive buffer where every sender's slots of an owned matrix start.
+    """
+
+    first: Tensor
+    used: Tensor
+    start: Tensor
+
+
+@dataclass(eq=False)
 class SlotPlan:
-    """Where every slot lies in the buffers of a bucket, for a fixed number of slots a rank and matrix."""
+    """Where every slot lies in the buffers of a bucket, for a given number of slots by rank and matrix.
+
+    Plain numbers on the host: a step whose sizes are its own makes plans anew.
+
+    Attributes:
+        slots: slots[rank][matrix] = how many slots the rank has of the matrix.
+    """
 
     bucket: Bucket
-    slots: SlotRule
+    slots: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, bucket: Bucket, rule: SlotRule) -> Self:
+        """The plan with as many slots as the rule says."""
+        ranks, matrices = range(bucket.group.size), range(bucket.num_matrices)
+        return cls(bucket, [[rule(rank, matrix) for matrix in matrices] for rank in ranks])
 
     @property
     def rank(self) -> int:
         return self.bucket.group.rank
 
-    @cached_property
-    def owned(self) -> tuple[int, ...]:
-        """The matrices that this rank owns."""
-        return self.bucket.owned(self.rank)
-
-    @cached_property
-    def owned_index(self) -> Tensor:
-        """(B,) int64: the matrices that this rank owns."""
-        return torch.tensor(self.owned, dtype=torch.int64, device=self.bucket.device)
-
     def rows_between(self, source: int, owner: int) -> int:
         """How many rows rank `source` sends to rank `owner`: its slots of the matrices owned there."""
-        return sum(self.slots(source, matrix) for matrix in self.bucket.owned(owner))
+        return sum(map(self.slots[source].__getitem__, self.bucket.owned(owner)))
+
+    @cached_property
+    def rows_sent(self) -> list[int]:
+        """Rows that this rank sends to every owner, by owner."""
+        return [self.rows_between(self.rank, owner) for owner in self._ranks]
+
+    @cached_property
+    def rows_received(self) -> list[int]:
+        """Rows that this rank receives as an owner, by sender."""
+        return [self.rows_between(source, self.rank) for source in self._ranks]
 
     @cached_property
     def elements_sent(self) -> list[int]:
         """Elements that this rank sends to every owner, by owner."""
         columns = self.bucket.layout.columns(self.rank)
-        return [self.rows_between(self.rank, owner) * columns for owner in self._ranks]
+        return [rows * columns for rows in self.rows_sent]
 
     @cached_property
     def elements_received(self) -> list[int]:
         """Elements that this rank receives as an owner, by sender."""
         layout = self.bucket.layout
-        return [self.rows_between(source, self.rank) * layout.columns(source) for source in self._ranks]
+        return [rows * layout.columns(source) for source, rows in enumerate(self.rows_received)]
 
     @cached_property
     def num_slots(self) -> int:
         """S: rows of this rank's send buffer."""
-        return sum(self.rows_between(self.rank, owner) for owner in self._ranks)
+        return sum(self.rows_sent)
+
+    @cached_property
+    def tables(self) -> SlotTables:
+        """The tables on the device, brought there for this plan alone; `bring` does it for many in one copy."""
+        bring([self])
+        return self.tables
 
     @cached_property
     def slot(self) -> Tensor:
@@ -98,36 +132,41 @@ class SlotPlan:
 
         Where this rank offers fewer than K rows of a matrix, the rest point to the spare row S, which is not sent.
         """
-        bucket = self.bucket
-        most = max((bucket.offered(self.rank, m) for m in range(bucket.num_matrices)), default=0)
-        first, used = [0] * bucket.num_matrices, [0] * bucket.num_matrices
-        chunk = 0
-        for owner in self._ranks:
-            row = chunk
-            for matrix in bucket.owned(owner):
-                first[matrix], used[matrix] = row, self.slots(self.rank, matrix)
-                row += used[matrix]
-            chunk += self.rows_between(self.rank, owner)
-        starts, ends = torch.tensor([first, used], device=bucket.device).view(2, -1, 1)
-        place = torch.arange(most, device=bucket.device)
-        return torch.where(place < ends, starts + place, self.num_slots)
+        place = torch.arange(self.bucket.slots_by_rank[self.rank], device=self.bucket.device)
+        first, used = self.tables.first[:, None], self.tables.used[:, None]
+        return torch.where(place < used, first + place, self.num_slots)
 
-    @cached_property
-    def start(self) -> Tensor:
-        """(W, B) int64: the row of the receive buffer where every sender's slots of an owned matrix start."""
-        table = torch.zeros(len(self._ranks), len(self.owned), dtype=torch.int64)
-        chunk = 0
-        for source in self._ranks:
-            row = chunk
-            for place, matrix in enumerate(self.owned):
-                table[source, place] = row
-                row += self.slots(source, matrix)
-            chunk += self.rows_between(source, self.rank)
-        return table.to(self.bucket.device)
+    def host_tables(self) -> tuple[list[int], Sequence[int], list[int]]:
+        """What `SlotTables` holds, on the host and flat."""
+        slots, owned = self.slots[self.rank], self.bucket.owned(self.rank)
+        first, start = [0] * len(slots), list[int]()
+        for owner, chunk in zip(self._ranks, _starts(self.rows_sent), strict=True):
+            matrices = self.bucket.owned(owner)
+            for matrix, before in zip(matrices, _starts(map(slots.__getitem__, matrices)), strict=True):
+                first[matrix] = chunk + before
+        for source, chunk in zip(self._ranks, _starts(self.rows_received), strict=True):
+            start += [chunk + before for before in _starts(map(self.slots[source].__getitem__, owned))]
+        return first, slots, start
 
     @property
     def _ranks(self) -> range:
         return range(self.bucket.group.size)
+
+
+def bring(plans: Sequence[SlotPlan]) -> None:
+    """Brings the tables of all plans, which are of one device, there in one copy."""
+    if not plans:
+        return
+    tables = iter(on_device((table for plan in plans for table in plan.host_tables()), plans[0].bucket.device))
+    for plan in plans:
+        first, used, start = next(tables), next(tables), next(tables)
+        shape = plan.bucket.group.size, len(plan.bucket.owned(plan.rank))
+        plan.tables = SlotTables(first, used, start.view(shape))
+
+
+def _starts(lengths: Iterable[int]) -> list[int]:
+    """Where pieces of these lengths start that lie one behind the other."""
+    return list(accumulate(lengths, initial=0))[:-1]
 
 
 def binomial_capacity(expected_rows: float, world_size: int) -> float:
@@ -178,18 +217,18 @@ class RowAssembly:
     def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
         plan = self.plan
         rows = received.view(-1, plan.bucket.shape[1])
-        return collect(rows, count_by_rank, plan.start, plan.bucket.total_rows, plan.owned_index)
+        return collect(rows, count_by_rank, plan.tables.start, plan.bucket.total_rows, plan.bucket.owned_index)
 
     def disassemble(self, matrices: Tensor, count_by_rank: Tensor, received: Tensor) -> Tensor:
         rows = received.view(-1, self.plan.bucket.shape[1])
-        spread_(rows, matrices, count_by_rank, self.plan.start, self.plan.owned_index)
+        spread_(rows, matrices, count_by_rank, self.plan.tables.start, self.plan.bucket.owned_index)
         return received
 
     def orthogonalize(self, received: Tensor, count_by_rank: Tensor, orthogonalizer: Orthogonalizer) -> Tensor:
         plan = self.plan
         rows = received.view(-1, plan.bucket.shape[1])
         results = orthogonalize_rows(
-            orthogonalizer, rows, count_by_rank, plan.start, plan.bucket.total_rows, plan.owned_index
+            orthogonalizer, rows, count_by_rank, plan.tables.start, plan.bucket.total_rows, plan.bucket.owned_index
         )
         return self.disassemble(results, count_by_rank, received)
 
@@ -203,7 +242,7 @@ class ColumnAssembly:
     def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
         pieces = split(received, self.plan.elements_received)
         matrices = torch.cat([piece.view(self._shape(rank)) for rank, piece in enumerate(pieces)], dim=2)
-        count = count_by_rank[0].index_select(0, self.plan.owned_index)
+        count = count_by_rank[0].index_select(0, self.plan.bucket.owned_index)
         row = torch.arange(self.plan.bucket.total_rows, device=received.device)
         return matrices.masked_fill_((row >= count[:, None])[:, :, None], 0)
 
@@ -216,7 +255,7 @@ class ColumnAssembly:
 
     def _shape(self, rank: int) -> tuple[int, int, int]:
         bucket = self.plan.bucket
-        return len(self.plan.owned), bucket.total_rows, bucket.layout.columns(rank)
+        return len(bucket.owned(self.plan.rank)), bucket.total_rows, bucket.layout.columns(rank)
 
 
 def assembly(plan: SlotPlan) -> Assembly:

@@ -81,6 +81,11 @@ class Bucket:
         return tuple(map(tuple, owned))
 
     @cached_property
+    def owned_index(self) -> Tensor:
+        """(B,) int64 on the device: the matrices that this rank owns."""
+        return torch.tensor(self.owned(self.group.rank), dtype=torch.int64, device=self.device)
+
+    @cached_property
     def offered_by_pair(self) -> tuple[tuple[int, ...], ...]:
         """offered_by_pair[source][owner] = the most rows that a rank offers of all matrices that another one owns."""
         ranks = range(self.layout.group.size)
