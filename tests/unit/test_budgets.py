@@ -119,6 +119,15 @@ def test_budgets_are_set_ever_more_rarely() -> None:
     assert changed[500:].sum() <= 5
 
 
+def test_after_a_late_jump_budgets_are_set_often_again() -> None:
+    """Also what is not needed any more is given up soon, though budgets had settled long before."""
+    before, after = [512, 100, 200, 200], [100, 512, 200, 200]
+    _, budgets = learn([256] * 4, lambda step: before if step < 1000 else after, 1030)
+    assert budgets[999, 0] >= 512
+    assert budgets[1029, 1] >= 512
+    assert budgets[1029, 0] < 200
+
+
 def test_steps_that_tell_nothing_do_not_start_the_budgets() -> None:
     """But the ninth is believed: one rank may truly hold all the winners."""
     tied = torch.tensor([128, 128, 0, 0])

@@ -36,8 +36,8 @@ JUMP = 0.005
 """Budgets are set at once when they would have refused more than this part of a step's rows."""
 SCATTER = 0.25
 """And more than this times the root of a step's rows, so that few rows that scatter are no jump."""
-SHORTEST, LONGER = 4, 5
-"""Budgets are set anew after 4 steps, or a 5th of the steps since the last jump or the start if that is more."""
+SHORTEST, LONGER = 4, 6
+"""Budgets are set anew after 4 steps, or a 6th of the steps since the last jump or the start if that is more."""
 PATIENCE = 8
 """Steps that tell nothing before one is believed: a rank may truly hold all the winners."""
 
