@@ -1,4 +1,4 @@
-"""The capped transport by an example that can be followed by hand."""
+"""The capped transport by an example that can be followed by hand, and where a training starts without gradients."""
 
 from typing import Any
 
@@ -34,12 +34,12 @@ TWO_SLOTS = Cell(
 )
 
 
-def train() -> list[tuple[Snapshot, dict[str, Any]]]:
+def train(cell: Cell) -> list[tuple[Snapshot, dict[str, Any]]]:
     """After each step this rank's weights and state, and its report."""
     mesh, after = whole_mesh(), []
-    optimizer, parameters = build(TWO_SLOTS, mesh)
-    for gradients in PROBLEM.gradients:
-        set_gradients(parameters, gradients, TWO_SLOTS, mesh)
+    optimizer, parameters = build(cell, mesh)
+    for gradients in cell.problem.gradients:
+        set_gradients(parameters, gradients, cell, mesh)
         optimizer.step()
         after.append((snapshot(optimizer, parameters), optimizer.report()))
     return after
@@ -51,7 +51,7 @@ def changed(before: Tensor, after: Tensor) -> list[int]:
 
 def test_four_winners_on_one_rank_and_two_slots() -> None:
     """The first step applies the two strongest, the second, without a gradient, the two that waited."""
-    by_rank = pool(2).run(train)
+    by_rank = pool(2).run(train, TWO_SLOTS)
     weights = [PROBLEM.weights["matrix0"]]
     momenta = [gradient()]
     for (one, _), (other, _) in zip(*by_rank, strict=True):
@@ -74,3 +74,27 @@ def test_four_winners_on_one_rank_and_two_slots() -> None:
     [owner] = bucket["owners"]
     assert bucket["traffic"]["forward"][owner] == (1 + 2) * row_bytes, "a header and two slots"
     assert sum(bucket["traffic"]["forward"]) == bucket["traffic"]["forward"][owner]
+
+
+def test_nothing_is_deferred_where_the_first_steps_have_no_gradient() -> None:
+    """Ties win on rank 0 alone; every slot is sent until winners lie elsewhere, and then what is needed."""
+    generator = torch.Generator().manual_seed(0)
+    shape, steps = (256, 8), 5
+    random = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(1 + steps)]
+    gradients = [torch.zeros(shape, dtype=torch.float64)] * 2 + random[1:]
+    problem = Problem({"matrix0": random[0]}, [{"matrix0": gradient} for gradient in gradients])
+    options = {"fraction": 0.25, "weight_decay": 0.0}
+    learned, full = (
+        pool(2).run(train, Cell(problem, "Dion2", "shard0", {**options, "transport": transport}))
+        for transport in (Capped(), "full")
+    )
+    for rank, (mine, exact) in enumerate(zip(learned, full, strict=True)):
+        sent = []
+        for (state, report), (expected, _) in zip(mine, exact, strict=True):
+            [bucket] = report["buckets"]
+            sent.append(sum(bucket["traffic"]["forward"]))
+            assert report["rows"]["deferred"] == 0
+            assert torch.equal(state["matrix0.weight"], expected["matrix0.weight"])
+        row_bytes = shape[1] * 8
+        assert sent[:2] == [64 * row_bytes] * 2, rank
+        assert max(sent[2:]) < 56 * row_bytes, rank

@@ -7,6 +7,8 @@ the same budgets at the same step without a message.
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,20 +20,26 @@ from dion_core.transport import Bucket
 Counts = tuple[int, ...]
 """Rows by pair, for all buckets: bucket after bucket, source after source, owner after owner."""
 
-WINDOW = 16
-"""Observed steps that a learned budget looks back on."""
-UNSEEN = 1.5
-"""Times its fair share that a pair of which nothing is known yet is taken to need."""
-MARGIN = 2.5
-"""Standard deviations of a Poisson count that budgets leave above the most needed, in the beginning."""
-NARROWEST, WIDEST = 0.5, 3.0
-"""The range in which the margin adapts."""
-WIDER, NARROWER = 1.5, 0.98
-"""Factors of the margin when budgets were too low, and in every step: they balance at a change in 20 steps."""
-MISSING = 0.01
-"""Budgets rise once they would have refused this part of one step's rows since they were set."""
-IN_VAIN = 1.5
-"""They fall once they have provided for this many steps' rows in vain, compared with what would be set now."""
+RECENT = 4
+"""Observed steps whose mean tells what a pair will need."""
+AHEAD = 12
+"""Steps from the last one known to the one that a budget is tried on: what it waits for counts, and half its life."""
+WINDOW = 28
+"""Observed steps that a learned budget looks back on: `AHEAD`, and those that it is tried on."""
+SHARE = 0.0003
+"""Of the rows needed that budgets may have refused when tried on the steps seen."""
+FIRST_MARGIN = 2.3
+"""Standard deviations of a Poisson count that budgets leave until there are steps to try them on."""
+NARROWEST, WIDEST = 1.9, 3.0
+"""The range in which the margin is learned."""
+JUMP = 0.005
+"""Budgets are set at once when they would have refused more than this part of a step's rows."""
+SCATTER = 0.25
+"""And more than this times the root of a step's rows, so that few rows that scatter are no jump."""
+SHORTEST, LONGER = 4, 6
+"""Budgets are set anew after 4 steps, or a 6th of the steps since the last jump or the start if that is more."""
+PATIENCE = 8
+"""Steps that tell nothing before one is believed: a rank may truly hold all the winners."""
 
 
 def fixed_budgets(bucket: Bucket, capacity: float | None) -> list[list[int]]:
@@ -55,76 +63,124 @@ def fixed_budgets(bucket: Bucket, capacity: float | None) -> list[list[int]]:
 class LearnedBudgets:
     """Budgets that follow what the pairs needed.
 
-    A budget is the most that its pair needed in the last `WINDOW` steps seen, and a margin. All budgets are set
-    together, and stand until what they cost has added up: rows refused, or rows sent in vain. The margin learns
-    too. It widens when rows were refused and narrows a little with every step, so that budgets change rarely
-    where needs fluctuate, and are close where they do not.
+    A budget is what its pair will need by the latest counts, and a margin: the narrowest that would have been wide
+    enough on the steps seen, for all pairs of a bucket together. All budgets are set together, ever more rarely, and
+    at once where they would have refused many rows.
 
-    Attributes:
-        expected: (pairs,) int64, the rows that each pair needs if winners scatter at random: its fair share.
+    Sums are of integers, so that all ranks find the same budgets whatever processors and threads they have.
     """
 
-    def __init__(self, expected: Tensor) -> None:
-        self.expected = expected
+    def __init__(self, fair: Sequence[Tensor]) -> None:
+        """Starts without budgets.
+
+        Args:
+            fair: for each bucket the (pairs,) int64 rows that its pairs need if winners scatter at random.
+        """
+        self._fair = list(fair)
         self._budgets = torch.empty(0, dtype=torch.int64)
-        self._window = torch.empty(0, len(expected), dtype=torch.int64)
-        self._margin, self._missing, self._in_vain = MARGIN, 0.0, 0.0
+        self._window: deque[Tensor] = deque(maxlen=WINDOW)
+        self._age, self._due, self._unclear = 0, 0, 0
 
     @property
     def budgets(self) -> Counts:
-        """For each pair the rows provided; empty before the first step."""
+        """For each pair the rows provided; empty before the first step that tells something."""
         return tuple(self._budgets.tolist())
 
     @property
     def started(self) -> bool:
-        """Whether a step was observed, so that there are budgets."""
+        """Whether a step told something, so that there are budgets."""
         return len(self._budgets) > 0
 
-    def observe(self, needed: Tensor) -> bool:
-        """Takes in the (pairs,) int64 rows, on the CPU, that one more step needed; true if budgets have changed."""
+    def observe(self, needed: Tensor, *, clear: bool = True) -> bool:
+        """Takes in the rows that one more step needed; true if budgets have changed.
+
+        Args:
+            needed: (pairs,) int64 on the CPU, bucket after bucket.
+            clear: false if they are those of a step without gradient, and budgets had better not start by them.
+        """
         total = int(needed.sum())
         if not total:  # a step that was skipped tells nothing
             return False
-        if not self.started:
-            # Not kept: where weights start at zero, so do gradients, and ties go to the lowest rows, all on rank 0.
-            self._budgets = self._wanted(needed[None])
-            return True
-        self._window = torch.cat([self._window[-(WINDOW - 1) :], needed[None]])
-        self._margin = max(self._margin * NARROWER, NARROWEST)
-        self._missing += int((needed - self._budgets).clamp(min=0).sum()) / total
-        self._in_vain += int(self._budgets.sum()) / int(self._wanted(self._window).sum()) - 1
-        too_low = self._missing > MISSING
-        if not too_low and self._in_vain <= IN_VAIN:
+        if not self.started and not clear and self._unclear < PATIENCE:
+            self._unclear += 1
             return False
-        if too_low:
-            self._margin = min(self._margin * WIDER, WIDEST)
-        before, self._budgets = self._budgets, self._wanted(self._window)
-        self._missing, self._in_vain = 0.0, 0.0
+        self._window.append(needed)
+        if not self.started:
+            self._budgets = self._suitable().maximum(needed)
+            return True
+        self._age += 1
+        jump = _refused(needed, self._budgets) > JUMP * total + SCATTER * math.sqrt(total)
+        if not jump and self._age < self._due:
+            return False
+        before, self._budgets = self._budgets, self._suitable()
+        if jump:
+            self._budgets = self._budgets.maximum(needed)
+            self._age = 0
+        self._due = self._age + max(SHORTEST, self._age // LONGER)
         return not torch.equal(before, self._budgets)
 
-    def _wanted(self, seen: Tensor) -> Tensor:
-        """(pairs,) int64: the budgets that suit the (steps, pairs) counts seen."""
-        most, mean = seen.amax(dim=0).double(), seen.sum(dim=0).double() / len(seen)
-        if len(self._window) < WINDOW:
-            unknown = most == 0
-            most, mean = (torch.where(unknown, UNSEEN * self.expected, known) for known in (most, mean))
-        wanted = (most + self._margin * mean.clamp(min=1).sqrt()).floor().long()
-        # One row at least: what a pair suddenly needs would else wait for as long as the counts take to arrive.
-        return wanted.maximum(self.expected.clamp(max=1))
+    def _suitable(self) -> Tensor:
+        """(pairs,) int64: the budgets that suit the counts seen."""
+        seen = torch.stack(list(self._window)).split([len(fair) for fair in self._fair], dim=1)
+        return torch.cat([_suitable(of_bucket, fair) for of_bucket, fair in zip(seen, self._fair, strict=True)])
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data from which a resumed run goes on alike."""
         return {
             "budgets": self._budgets.tolist(),
-            "window": self._window.tolist(),
-            "margin": self._margin,
-            "missing": self._missing,
-            "in_vain": self._in_vain,
+            "window": [needed.tolist() for needed in self._window],
+            "age": self._age,
+            "due": self._due,
+            "unclear": self._unclear,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
         self._budgets = torch.tensor(state["budgets"], dtype=torch.int64)
-        self._window = torch.tensor(state["window"], dtype=torch.int64).view(-1, len(self.expected))
-        self._margin, self._missing = state["margin"], state["missing"]
-        self._in_vain = state["in_vain"]
+        self._window = deque((torch.tensor(needed) for needed in state["window"]), maxlen=WINDOW)
+        self._age, self._due, self._unclear = state["age"], state["due"], state["unclear"]
+
+
+def _suitable(seen: Tensor, fair: Tensor) -> Tensor:
+    """(pairs,) int64: the budgets that suit the (steps, pairs) counts of one bucket."""
+    forecasts = [_forecast(seen[: last + 1], fair) for last in range(1, len(seen) - AHEAD)]
+    margin = _margin(seen[AHEAD + 1 :], torch.stack(forecasts)) if forecasts else FIRST_MARGIN
+    # One row at least: what a pair suddenly needs would else wait for as long as the counts take to arrive.
+    return _with_margin(_forecast(seen, fair), margin).maximum(fair.clamp(max=1))
+
+
+def _forecast(seen: Tensor, fair: Tensor) -> Tensor:
+    """(pairs,) float64: what the pairs will need, between their fair share and the mean of the latest counts.
+
+    The mean is trusted as far as the pairs differ by more than scatter: if all pairs have the same hidden need, the
+    high ones will fall and the low ones rise.
+    """
+    seen = seen[-RECENT:]
+    steps, fair_sum = len(seen), fair * len(seen)
+    off = seen.sum(dim=0) - fair_sum
+    squares = int(off.square().sum())
+    trust = max(1 - int(fair_sum.sum()) / squares, 0.0) if squares else 0.0
+    return fair.double() + trust * (off.double() / steps)
+
+
+def _margin(seen: Tensor, forecasts: Tensor) -> float:
+    """The narrowest margin with which budgets by the (steps, pairs) forecasts would have refused only `SHARE`."""
+    allowed = SHARE * int(seen.sum())
+    low, high = NARROWEST, WIDEST
+    for _ in range(6):
+        middle = (low + high) / 2
+        if _refused(seen, _with_margin(forecasts, middle)) > allowed:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _with_margin(forecasts: Tensor, margin: float) -> Tensor:
+    """int64: budgets, `margin` standard deviations of a Poisson count above the forecasts."""
+    return (forecasts + margin * (forecasts + 1).sqrt()).round().long()
+
+
+def _refused(needed: Tensor, budgets: Tensor) -> int:
+    """The rows needed beyond the budgets."""
+    return int((needed - budgets).clamp(min=0).sum())

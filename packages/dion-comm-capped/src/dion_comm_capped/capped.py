@@ -18,7 +18,7 @@ from torch import Tensor
 from dion_comm_capped.budgets import LearnedBudgets, fixed_budgets
 from dion_comm_capped.ops import admit, read_headers, rows_by_pair, slots, write_headers_
 from dion_comm_capped.pool import COUNT_BYTES, Budgets, PoolPlan, PoolTables
-from dion_core.layout import Axis
+from dion_core.layout import Axis, RowTables
 from dion_core.newton_schulz import Orthogonalizer
 from dion_core.ops import spread_
 from dion_core.packing import SlotExchange, SlotPlan, orthogonalize_rows
@@ -42,7 +42,11 @@ class PooledRows(Rows):
 
 
 class PooledExchange(Exchange):
-    """The rows of one bucket in pools; `plan` holds their sizes, which change when budgets do."""
+    """The rows of one bucket in pools; `plan` holds their sizes, which change when budgets do.
+
+    Attributes:
+        has_choice: whether winners can lie on other ranks than they do.
+    """
 
     def __init__(self, bucket: Bucket, options: Capped) -> None:
         self.bucket = bucket
@@ -50,11 +54,24 @@ class PooledExchange(Exchange):
         self.tables = PoolTables.of(bucket)
         # Until budgets are known every slot is sent.
         self.use(bucket.offered_by_pair)
+        ranks = range(bucket.group.size)
+        offered = [sum(bucket.offered(rank, matrix) for rank in ranks) for matrix in range(bucket.num_matrices)]
+        self.has_choice = max(offered, default=0) > bucket.total_rows
+        first = RowTables(bucket.layout, torch.device("cpu")).rank_of_row[:, : bucket.total_rows]
+        self._lowest = torch.stack([(first == rank).sum(dim=1) for rank in ranks]).to(bucket.device)  # (W, N)
 
     def use(self, budgets: Budgets) -> None:
         """Takes new budgets, alike on every rank at the same step."""
         self.plan = PoolPlan(self.bucket, budgets, self._options.always_pack)
         self._to_owners, self._from_sources = self.plan.chunks()
+
+    def tells(self, selection: RowSelection) -> Tensor:
+        """() bool: whether the counts tell anything about the steps to come.
+
+        Where gradients are zero all rows are equal and the lowest win, which fill one rank's shard after the other.
+        """
+        count = selection.count_by_rank
+        return ((count != self._lowest).any(dim=0) & (count > 0).any(dim=0)).any()
 
     def admit(self, selection: RowSelection) -> RowSelection:
         return admit(selection, self.tables, self._to_owners, max_wait=self._options.max_wait)
@@ -112,8 +129,9 @@ class CappedSession(Session):
                 exchanges.append(SlotExchange(bucket, SlotPlan.of(bucket, bucket.offered)))
         super().__init__(exchanges)
         self._options = options
-        fair = [torch.tensor(fixed_budgets(exchange.bucket, 1.0)).flatten() for exchange in self._pooled]
-        self._learned = LearnedBudgets(torch.cat(fair) if fair else torch.empty(0, dtype=torch.int64))
+        self._learned = LearnedBudgets(
+            [torch.tensor(fixed_budgets(exchange.bucket, 1.0)).flatten() for exchange in self._pooled]
+        )
         self._stretched = False
         self.host_reads = 1 if options.on_overflow == "varlen" and self._pooled else 0
         self._copies: deque[_Copy] = deque()
@@ -132,8 +150,11 @@ class CappedSession(Session):
             needed = rows_by_pair(counts, [exchange.tables.owner for exchange, _ in pooled])
             if self._stretched:
                 self._apply(self._budgets)
-            if self._options.capacity == "learned":
-                self._count(needed)
+            if self._options.capacity == "learned" and self._learned.started:
+                self._needed = needed  # kept for `end`; a replayed step writes to the same tensor
+            elif self._options.capacity == "learned":
+                tell = [exchange.tells(selection) for exchange, selection in pooled if exchange.has_choice]
+                self._start(needed, torch.stack(tell).any() if tell else needed.new_ones(()))
             if self._options.on_overflow == "varlen":
                 self._stretch(needed.tolist())
         return done(None)
@@ -165,12 +186,13 @@ class CappedSession(Session):
         if self._learned.started:
             self._apply(self._learned.budgets)
 
-    def _count(self, needed: Tensor) -> None:
-        """Keeps the counts of this step for `end`, or sets the first budgets by them."""
-        if self._learned.started:
-            self._needed = needed  # a replayed step writes to the same tensor
-        elif self._learned.observe(needed.cpu()):  # the first step that was not skipped: the one host read
+    def _start(self, needed: Tensor, clear: Tensor) -> None:
+        """Sets the first budgets by the counts of this step if they tell something: read on the host, until then."""
+        *counts, told = torch.cat([needed, clear.long()[None]]).tolist()
+        if self._learned.observe(torch.tensor(counts), clear=bool(told)):
             self._apply(self._learned.budgets)
+        else:
+            self.sizes += 1  # they stay, but the next step reads too and cannot be captured
 
     def _stretch(self, needed: Sequence[int]) -> None:
         """Lengthens the messages of this one step where the budgets are too low, so that nothing is deferred."""
