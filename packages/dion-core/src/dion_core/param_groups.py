@@ -139,9 +139,9 @@ def param_groups_for(
 
 def _places(model: nn.Module) -> Iterator[Place]:
     """Every name of every parameter, in the order of the model."""
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
-    for path, module in model.named_modules(remove_duplicate=False):
+    inner = getattr(model, "_orig_mod", model)
+    root: nn.Module = inner.module if isinstance(inner, DistributedDataParallel) else inner
+    for path, module in root.named_modules(remove_duplicate=False):
         for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = ".".join(part for part in [*path.split("."), own] if part and part not in _WRAPPERS)
             if is_lazy(parameter):
