@@ -429,7 +429,7 @@ def test_the_table() -> None:
         "group 1: algorithm='adamw', lr=0.0003: 3 tensors, 144 parameters",
         "  layers.0.0.bias    48                48     bias",
         "  layers.*.*.weight  48       2 times  96     norm (RMSNorm)",
-        "frozen, in no group: 1 tensors, 48 parameters",
+        "frozen, in no group: 1 tensor, 48 parameters",
     ]
     assert str(param_groups_for(nn.ReLU())) == ""
 

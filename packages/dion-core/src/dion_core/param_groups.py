@@ -87,7 +87,7 @@ def param_groups_for(
 
     Matrices of hidden layers go to the matrix algorithm. Embeddings, the output head, norms, biases, everything below
     2-D and what the optimizers do not take as a matrix yet go to AdamW, and so does what may or may not be a hidden
-    matrix: the table says why, `overrides` corrects it. `param_rules` has the rules. Nothing is read but names, types
+    matrix: the table says why, `overrides` corrects it. `dion_core.param_rules` has the rules. Nothing is read but names, types
     and shapes, so that a model on the meta device, sharded or compiled is sorted alike; an optimizer wants the
     groups of the model as it will be trained, after `fully_shard`. Parameters that are frozen now are in no group.
 
@@ -232,4 +232,4 @@ def _numel(parameters: Sequence[nn.Parameter]) -> int:
 
 
 def _count(parameters: Sequence[nn.Parameter]) -> str:
-    return f"{len(parameters)} tensors, {_numel(parameters):,} parameters"
+    return f"{len(parameters)} tensor{'s' * (len(parameters) != 1)}, {_numel(parameters):,} parameters"
