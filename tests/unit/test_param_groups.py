@@ -266,6 +266,13 @@ def test_heads_are_found_by_the_size_of_the_vocabulary() -> None:
     assert linear_weights_of(model)["pooler.weight"] == "matrix"
 
 
+def test_outputs_of_conv1d_are_its_columns() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    model = nn.ModuleDict({"words": nn.Embedding(64, 32), "guess": Conv1D(64, 32), "down": Conv1D(32, 64)})
+    assert linear_weights_of(model) == {"guess.weight": "adamw", "down.weight": "matrix"}
+
+
 def test_without_name_and_vocabulary_the_last_linear_layer_is_the_head() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 40))
     assert linear_weights_of(model) == {"0.weight": "matrix", "2.weight": "adamw"}
@@ -287,7 +294,11 @@ def test_a_tied_tensor_is_given_once_under_its_first_name() -> None:
     assert "layers.0.0.weight = words.weight" in str(groups)
     shared = nn.Linear(32, 32, bias=False)
     twice = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(shared), nn.Sequential(shared)])})
-    assert algorithms(param_groups_for(twice)) == {"layers.0.0.weight": "matrix"}
+    groups = param_groups_for(twice)
+    assert algorithms(groups) == {"layers.0.0.weight": "matrix"}
+    assert "layers.0.0.weight = layers.1.0.weight" in str(groups)
+    shared.register_parameter("again", shared.weight)
+    assert "layers.0.0.weight = layers.0.0.again = layers.1.0.weight" in str(param_groups_for(twice))
 
 
 def test_unknown_modules_are_ambiguous() -> None:
