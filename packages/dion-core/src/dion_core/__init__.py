@@ -2,8 +2,18 @@
 
 from dion_core.collectives import TransportError
 from dion_core.optimizers import Dion2, Dion3, Muon, NorDion2, NorMuon
+from dion_core.param_groups import param_groups_for
 from dion_core.registry import available_transports
 
 __version__ = "0.1.0"
 
-__all__ = ["Dion2", "Dion3", "Muon", "NorDion2", "NorMuon", "TransportError", "available_transports"]
+__all__ = [
+    "Dion2",
+    "Dion3",
+    "Muon",
+    "NorDion2",
+    "NorMuon",
+    "TransportError",
+    "available_transports",
+    "param_groups_for",
+]
