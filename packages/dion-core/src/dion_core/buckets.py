@@ -16,7 +16,7 @@ from dion_core.builtin import LocalExchange, ReplicatedExchange
 from dion_core.layout import Axis, Layout, RowTables
 from dion_core.newton_schulz import Orthogonalizer, orthogonalizer
 from dion_core.ownership import assign_owners, cut, newton_schulz_cost
-from dion_core.placements import local_part, local_tensor
+from dion_core.placements import local_tensor
 from dion_core.presence import Presence
 from dion_core.registry import Choice, check_axes
 from dion_core.rules import Rule, selector, update_scale
@@ -49,18 +49,19 @@ class Member:
         parameter, gradient = self.parameter, self.parameter.grad
         if gradient is None:
             return None
-        if gradient.layout is not torch.strided:
-            raise ValueError(f"{self.name}: a gradient of layout {gradient.layout} is not supported, only strided ones")
+        local = gradient
+        alike = isinstance(gradient, DTensor) == isinstance(parameter, DTensor)
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-            elsewhere = gradient.placements != parameter.placements
-        else:
-            elsewhere = isinstance(gradient, DTensor) or isinstance(parameter, DTensor)
-        if elsewhere:
+            alike = gradient._spec is parameter._spec or gradient.placements == parameter.placements
+            local = gradient._local_tensor
+        if not alike:
             given, wanted = (getattr(tensor, "placements", "of a plain tensor") for tensor in (gradient, parameter))
             raise ValueError(
                 f"{self.name}: the gradient has placements {given}, the parameter {wanted}: redistribute it first"
             )
-        return local_part(gradient)
+        if local.layout is not torch.strided:
+            raise ValueError(f"{self.name}: a gradient of layout {local.layout} is not supported, only strided ones")
+        return local
 
 
 @dataclass

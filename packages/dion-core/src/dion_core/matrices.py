@@ -61,13 +61,14 @@ def matrices(tensors: Sequence[Tensor | None], addresses: Tensor, like: Tensor) 
         like: (R, C), what they are like where all are missing.
     """
     first = next((tensor for tensor in tensors if tensor is not None), like)
-    alike = [_alike(tensor, first) for tensor in tensors]
+    stride, dtype = first.stride(), first.dtype
+    if not all(t is None or (t.stride() == stride and t.dtype == dtype) for t in tensors):
+        tensors = [None if tensor is None else _like(tensor, first) for tensor in tensors]
+    places = starts(tensors)
+    adjacent = stride[1] == 1 and stride[0] * first.itemsize % ALIGNMENT == 0
+    aligned = adjacent and not any(place % ALIGNMENT for place in places)
     rows, columns = first.shape
-    row_stride, column_stride = first.stride()
-    places = starts(alike)
-    adjacent = column_stride == 1 and row_stride * first.itemsize % ALIGNMENT == 0
-    aligned = adjacent and all(place % ALIGNMENT == 0 for place in places)
-    return Matrices(alike, addresses, (rows, columns), (row_stride, column_stride), first.dtype, aligned, places)
+    return Matrices(tensors, addresses, (rows, columns), (stride[0], stride[1]), dtype, aligned, places)
 
 
 def alike(tensors: Sequence[Tensor]) -> bool:
@@ -87,9 +88,7 @@ def starts(tensors: Sequence[Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _alike(tensor: Tensor | None, first: Tensor) -> Tensor | None:
-    if tensor is None or (tensor.dtype == first.dtype and tensor.stride() == first.stride()):
-        return tensor
+def _like(tensor: Tensor, first: Tensor) -> Tensor:
     return torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device).copy_(tensor)
 
 

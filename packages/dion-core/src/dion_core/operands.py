@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dion_core.buckets import MatrixBucket, Member
 from dion_core.matrices import DeviceNumbers, Matrices, alike, matrices, starts
@@ -67,6 +68,7 @@ class StepOperands:
             if bucket.bucket.device.type == "cuda":
                 numbers.setdefault(bucket.bucket.device, []).append(number)
         self._tables = [_DeviceTable([buckets[n] for n in of_device], of_device) for of_device in numbers.values()]
+        self._sources: list[_Source] = []
 
     def of_step(self, state: State, gradients: Sequence[Gradients]) -> list[Operands]:
         """The operands of the coming step, with their addresses and options on the device.
@@ -75,7 +77,9 @@ class StepOperands:
             state: of the optimizer.
             gradients: of every bucket, its N gradients.
         """
-        operands = [_operands(bucket, state, each) for bucket, each in zip(self._buckets, gradients, strict=True)]
+        if not self._sources:
+            self._sources = [_Source(bucket, state) for bucket in self._buckets]
+        operands = [source.of_step(each) for source, each in zip(self._sources, gradients, strict=True)]
         for table in self._tables:
             on_device = table.of_step([operands[number] for number in table.numbers])
             for number, each in zip(table.numbers, on_device, strict=True):
@@ -144,16 +148,31 @@ class _DeviceTable:
         return made
 
 
-def _operands(bucket: MatrixBucket, state: State, gradients: Gradients) -> Operands:
-    states = [state[member.parameter] for member in bucket.members]
-    return Operands(
-        parameters=[local_part(member.parameter) for member in bucket.members],
-        momentum=[local_part(each["momentum"]) for each in states],
-        gradients=gradients,
-        second_moment=[local_part(each["second_moment"]) for each in states if "second_moment" in each],
-        waited=[local_part(each[WAITED]) for each in states] if bucket.may_defer else [],
-        scalars={name: bucket.options.get(name, 0.0) for name in SCALARS},
-    )
+class _Source:
+    """Where the operands of one bucket come from in every step."""
+
+    def __init__(self, bucket: MatrixBucket, state: State) -> None:
+        self._bucket = bucket
+        self._parameters = [member.parameter for member in bucket.members]
+        self._states = [state[parameter] for parameter in self._parameters]
+        self._sharded = isinstance(self._parameters[0], DTensor)
+        self._has_second_moment = "second_moment" in self._states[0]
+
+    def of_step(self, gradients: Gradients) -> Operands:
+        """The operands as they are now: a parameter or its state may have been given another tensor."""
+        states, options = self._states, self._bucket.options
+        return Operands(
+            parameters=self._parts(self._parameters),
+            momentum=self._parts([state["momentum"] for state in states]),
+            gradients=gradients,
+            second_moment=self._parts([state["second_moment"] for state in states]) if self._has_second_moment else [],
+            waited=self._parts([state[WAITED] for state in states]) if self._bucket.may_defer else [],
+            scalars={name: options.get(name, 0.0) for name in SCALARS},
+        )
+
+    def _parts(self, tensors: Sequence[Any]) -> Sequence[Tensor]:
+        """This rank's parts; all of a bucket are DTensors, or none is."""
+        return [tensor._local_tensor for tensor in tensors] if self._sharded else tensors
 
 
 def _on_device(role: str, tensors: Sequence[Any], place: Tensor, like: Tensor) -> Sequence[Any]:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dion_comm_capped.pool import COUNT_BYTES, Chunks, PoolTables
-from dion_core.kernels.launching import launch
+from dion_core.kernels.launching import cdiv, launch, power_of_two
 from dion_core.rows import RowSelection
 
 BLOCK = 1024
@@ -98,7 +98,7 @@ def _write_headers_kernel(values, count, owner, number, header_first, num_matric
 def write_headers_(values: Tensor, count: Tensor, tables: PoolTables, chunks: Chunks) -> None:
     """The same as `dion_comm_capped.places.write_headers_` does, in one launch."""
     launch(
-        _write_headers_kernel, triton.cdiv(len(count), MATRICES), values.device,
+        _write_headers_kernel, cdiv(len(count), MATRICES), values.device,
         values, count.contiguous(), tables.owner, tables.number, chunks.header_first, len(count),
         warps=1, MATRICES=MATRICES,
     )  # fmt: skip
@@ -160,13 +160,13 @@ def read_headers(
     """The same as `dion_comm_capped.places.read_headers` gives, in one launch."""
     num_ranks, num_owned = tables.slot_start.shape
     count, start, back = torch.empty(3, num_ranks, num_owned, dtype=torch.int64, device=arrived.device).unbind()
-    ranks = triton.next_power_of_2(num_ranks)
+    ranks = power_of_two(num_ranks)
     launch(
         _read_headers_kernel, min(num_owned, 1), arrived.device,
         arrived, count_by_rank.contiguous(), tables.owned, tables.slot_start,
         chunks.capacity, chunks.forward_first, chunks.back_first, chunks.header_first, count, start, back,
         count_by_rank.shape[1], num_owned, num_ranks, max_rows, total_rows,
-        warps=8, RANKS=ranks, OWNED=max(1, min(triton.next_power_of_2(max(num_owned, 1)), TILE // ranks)),
+        warps=8, RANKS=ranks, OWNED=max(1, min(power_of_two(max(num_owned, 1)), TILE // ranks)),
     )  # fmt: skip
     return count, start, back
 
@@ -198,10 +198,10 @@ def rows_by_pair(counts: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
     pairs = torch.empty(sum(sizes), dtype=torch.int64, device=counts[0].device)
     for count, owner, of_bucket in zip(counts, owners, pairs.split(sizes), strict=True):
         num_ranks, num_matrices = count.shape
-        ranks = triton.next_power_of_2(num_ranks)
+        ranks = power_of_two(num_ranks)
         launch(
             _rows_by_pair_kernel, num_ranks, pairs.device,
             count.contiguous(), owner, of_bucket, num_matrices, num_ranks,
-            warps=4, RANKS=ranks, BLOCK=max(1, min(triton.next_power_of_2(max(num_matrices, 1)), TILE // ranks)),
+            warps=4, RANKS=ranks, BLOCK=max(1, min(power_of_two(max(num_matrices, 1)), TILE // ranks)),
         )  # fmt: skip
     return pairs

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.kernels.launching import launch
+from dion_core.kernels.launching import launch, power_of_two
 from dion_core.layout import Axis, RowTables
 from dion_core.rows import SKIPPED_SCORE, RowSelection
 
@@ -257,7 +257,7 @@ def _choose(
     ratio = torch.empty(shape, dtype=torch.float32 if local else scores.dtype, device=scores.device)
     count_by_rank = torch.empty(group.size, num_matrices, dtype=torch.int64, device=scores.device)
     split = tables.layout.axis is Axis.ROWS
-    block = max(triton.next_power_of_2(num_rows), 128)
+    block = max(power_of_two(num_rows), 128)
     if block > MOST_KEYS:
         block = KEYS_AT_A_TIME
     launch(
@@ -286,6 +286,6 @@ def _choose(
         WHOLE=num_rows <= block,
         BLOCK=block,
         CHUNK=min(block, CHUNK),
-        RANKS=triton.next_power_of_2(group.size + 1),
+        RANKS=power_of_two(group.size + 1),
     )
     return RowSelection(index, count_by_rank[group.rank], count_by_rank, ratio, age)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.kernels.launching import launch
+from dion_core.kernels.launching import cdiv, launch, power_of_two
 from dion_core.matrices import ALIGNMENT
 
 ROWS = 8
@@ -148,7 +148,7 @@ def places(count: Tensor, start: Tensor, total: int, owned: Tensor | None = None
     """The same (B, T) as `dion_core.compaction.places` gives, in one launch."""
     place = torch.empty(start.shape[1], total, dtype=torch.int64, device=count.device)
     count, start = count.contiguous(), start.contiguous()
-    num_blocks = triton.cdiv(total, PLACES)
+    num_blocks = cdiv(total, PLACES)
     launch(
         _places_kernel,
         len(place) * num_blocks,
@@ -164,7 +164,7 @@ def places(count: Tensor, start: Tensor, total: int, owned: Tensor | None = None
         total,
         warps=4,
         OWNED=owned is not None,
-        SENDERS=triton.next_power_of_2(len(count)),
+        SENDERS=power_of_two(len(count)),
         ROWS=PLACES,
     )
     return place
@@ -179,7 +179,7 @@ def _move(rows: Tensor, matrices: Tensor, count: Tensor, start: Tensor, owned: T
     size = matrices.itemsize
     strides = [columns * size, matrices.stride(0) * size, matrices.stride(1) * size]
     unit_bytes = math.gcd(ALIGNMENT, *strides, rows.data_ptr(), matrices.data_ptr())
-    num_blocks = triton.cdiv(total, ROWS)
+    num_blocks = cdiv(total, ROWS)
     launch(
         _move_kernel,
         num_matrices * num_blocks,
@@ -198,7 +198,7 @@ def _move(rows: Tensor, matrices: Tensor, count: Tensor, start: Tensor, owned: T
         warps=4,
         COLLECT=collect,
         OWNED=owned is not None,
-        SENDERS=triton.next_power_of_2(len(count)),
+        SENDERS=power_of_two(len(count)),
         WORD=_WORDS[unit_bytes],
         UNIT=2 if unit_bytes == 16 else 1,
         ROWS=ROWS,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dion_core.kernels.launching import launch
+from dion_core.kernels.launching import cdiv, launch
 from dion_core.matrices import Matrices
 from dion_core.rows import RowSelection
 
@@ -97,7 +97,7 @@ def with_age(selection: RowSelection, waited: Matrices) -> RowSelection:
     index = selection.index.contiguous()
     num_matrices, num_slots = index.shape
     age = torch.empty(index.shape, dtype=torch.int32, device=index.device)
-    num_blocks = triton.cdiv(num_slots, BLOCK)
+    num_blocks = cdiv(num_slots, BLOCK)
     launch(
         _with_age_kernel,
         num_matrices * num_blocks,

@@ -5,7 +5,6 @@ Legend: N matrices of a bucket, R local rows and C local columns of one, S rows 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -92,7 +91,8 @@ def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, wa
     Products and sums are not contracted, so that results are those of the definitions, bit for bit.
 
     Args:
-        kernel: a `triton.jit` function whose compile-time constants come last.
+        kernel: a `triton.jit` function whose compile-time constants come last and whose integers are all in
+            `do_not_specialize`.
         programs: how many.
         device: of all tensors.
         arguments: that are not compile-time constants, in order.
@@ -101,34 +101,54 @@ def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, wa
     """
     if programs == 0:
         return
-    with _current(device):
-        if not isinstance(kernel, triton.JITFunction):  # the interpreter
-            kernel[(programs,)](*arguments, **constants, num_warps=warps)
-            return
-        key = (id(kernel), device.index, warps, *constants.values(), *map(_told, arguments))
-        known = _compiled.get(key)
-        if known is None:
-            compiled = kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
-            _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-        else:
-            compiled, in_order = known
-            compiled[(programs, 1, 1)](*arguments, *in_order)
+    if not isinstance(kernel, triton.JITFunction):  # the interpreter
+        kernel[(programs,)](*arguments, **constants, num_warps=warps)
+        return
+    if device.index is not None and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, programs, device, *arguments, warps=warps, **constants)
+        return
+    told = [
+        (argument.dtype, argument.data_ptr() % ALIGNMENT == 0)
+        if isinstance(argument, Tensor)
+        else -(2**31) <= argument < 2**31
+        for argument in arguments
+    ]
+    key = (id(kernel), device, warps, *constants.values(), *told)
+    known = _compiled.get(key)
+    if known is None:
+        _compile(kernel, programs, arguments, constants, key, warps=warps)
+    else:
+        compiled, in_order = known
+        compiled[(programs, 1, 1)](*arguments, *in_order)
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 """Kernels by what they were compiled for, with their constants in the order of their parameters."""
 
 
-def _told(argument: Any) -> Any:
-    """What the compiler is told of an argument: its type, and whether it (or its address) is 1 or a multiple of 16."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
-    return type(argument)
+def _compile(
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    key: tuple[Any, ...],
+    *,
+    warps: int,
+) -> None:
+    """Launches through Triton, which compiles if it has to, and keeps what it launched."""
+    for name, argument in zip(kernel.arg_names, arguments, strict=False):
+        # Else another value would be launched with what was compiled for 1 or for multiples of 16.
+        assert not isinstance(argument, int) or name in kernel.do_not_specialize, f"{name} of {kernel.__name__}"
+    compiled = kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+    _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return nullcontext()
-    return torch.cuda.device(device)
+def cdiv(length: int, size: int) -> int:
+    """How many pieces of `size` cover `length`; Triton's own function takes a hundred times as long."""
+    return -(-length // size)
+
+
+def power_of_two(number: int) -> int:
+    """The lowest power of 2 that is not below `number`, at least 1."""
+    return 1 << max(number - 1, 0).bit_length()

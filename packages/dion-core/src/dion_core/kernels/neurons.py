@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.kernels.launching import buffer, buffer_row, launch, offset, on_device
+from dion_core.kernels.launching import buffer, buffer_row, cdiv, launch, offset, on_device, power_of_two
 from dion_core.kernels.rows import entries, row_block
 from dion_core.matrices import Matrices
 from dion_core.neurons import NEURON_EPSILON
@@ -200,10 +200,10 @@ def neuron_scale(factor: Tensor, gathered: Tensor, *, slots: Sequence[int], firs
     scale = torch.empty_like(factor)
     num_matrices, slots_here = factor.shape
     # The block decides the order of the sums: it may depend on the whole matrix alone, not on the ranks.
-    block = min(4096, triton.next_power_of_2(max(total, 256)))
+    block = min(4096, power_of_two(max(total, 256)))
     launch(
         _scale_kernel, num_matrices, factor.device, factor, gathered, first_slot, first_slot.stride(0), scale,
         num_matrices, slots_here, sum(slots), total, RANKS=len(slots), BLOCK=block,
-        TOTAL_BLOCKS=triton.cdiv(total, block), SLOT_BLOCKS=triton.cdiv(slots_here, block), warps=block // 256,
+        TOTAL_BLOCKS=cdiv(total, block), SLOT_BLOCKS=cdiv(slots_here, block), warps=block // 256,
     )  # fmt: skip
     return scale

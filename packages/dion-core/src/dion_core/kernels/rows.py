@@ -18,10 +18,12 @@ from dion_core.kernels.launching import (
     VECTOR,
     buffer,
     buffer_row,
+    cdiv,
     launch,
     offset,
     on_device,
     operand,
+    power_of_two,
     row_start,
 )
 from dion_core.matrices import Matrices
@@ -38,14 +40,14 @@ def row_pieces(columns: int) -> tuple[int, int, int]:
 
     A thread keeps up to 40 columns, beyond 20480 columns up to 64: more were slower for short rows on an H200.
     """
-    warps = min(16, triton.next_power_of_2(triton.cdiv(columns, 32 * 40)))
+    warps = min(16, power_of_two(cdiv(columns, 32 * 40)))
     piece = warps * 32 * VECTOR
-    return piece, triton.cdiv(columns, piece) if columns <= LONGEST else 0, warps
+    return piece, cdiv(columns, piece) if columns <= LONGEST else 0, warps
 
 
 def row_block(columns: int) -> tuple[int, int]:
     """(columns of a block, warps) for a program that goes through a row in blocks and keeps nothing of them."""
-    warps = min(4, triton.next_power_of_2(triton.cdiv(columns, 32 * 2 * VECTOR)))
+    warps = min(4, power_of_two(cdiv(columns, 32 * 2 * VECTOR)))
     return warps * 32 * 2 * VECTOR, warps
 
 

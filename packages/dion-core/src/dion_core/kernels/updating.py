@@ -10,15 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.kernels.launching import (
-    buffer,
-    buffer_row,
-    launch,
-    offset,
-    on_device,
-    operand,
-    row_start,
-)
+from dion_core.kernels.launching import buffer, buffer_row, cdiv, launch, offset, on_device, operand, row_start
 from dion_core.kernels.rows import entries, row_block
 from dion_core.matrices import Matrices
 from dion_core.rows import Rows, RowSelection
@@ -114,7 +106,7 @@ def update_(
     learning_rate, weight_decay = on_device(learning_rate, device), on_device(weight_decay, device)
     place = torch.empty(num_matrices, num_rows, dtype=torch.int64, device=device)
     factor = torch.empty(num_matrices, num_rows, dtype=torch.float32, device=device)
-    blocks = triton.cdiv(num_rows, _BLOCK)
+    blocks = cdiv(num_rows, _BLOCK)
     launch(
         _place_kernel, num_matrices * blocks, device, *entries(selection.index), *entries(rows.slot),
         selection.count, selection.count.stride(0), *entries(row_scale), float(scale), learning_rate, place, factor,
