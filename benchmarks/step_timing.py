@@ -15,20 +15,10 @@ WARM_UP, REPEATS = 3, 12
 
 STAGES = {
     "accumulate": ("_accumulate",),
-    "select": ("_choose", "sort", "radix", "index_select", "take_"),
-    "take": ("_take",),
+    "take": ("_take_and_decay",),
+    "select": ("_choose", "sort", "radix", "indexselect", "_admit", "_with_age", "_wait_kernel"),
     "wire": ("multi_tensor_apply", "memcpy dtod", "nccl", "spin_kernel"),
-    "Newton-Schulz": (
-        "gemm",
-        "nvjet",
-        "cutlass",
-        "_symmetric",
-        "_normaliz",
-        "_collect",
-        "_spread",
-        "_row_norm",
-        "_cast",
-    ),
+    "Newton-Schulz": ("gemm", "nvjet", "products_kernel", "_normalize_kernel", "_row_norms", "_move_kernel", "_places"),
     "normalize": ("_factors", "_scale_kernel", "_sums"),
     "update": ("_update", "_place_kernel"),
 }

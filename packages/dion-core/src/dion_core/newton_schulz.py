@@ -207,6 +207,17 @@ class NewtonSchulz:
         result: Tensor = kernels.orthogonalize_rows(rows, place, segments)
         return result
 
+    def workspace(self, rows: Tensor, batch: int, num_rows: int) -> int:
+        """Returns how many bytes `of_rows` has allocated at most at a time, its result included; 0 if not known.
+
+        Args:
+            rows: (S, C), such as those that `of_rows` is given.
+            batch: B.
+            num_rows: R.
+        """
+        kernels = _kernels_for(rows, num_rows, rows.shape[1], self.compute_dtype)
+        return int(kernels.workspace(batch, num_rows, rows.shape[1])) if kernels is not None else 0
+
     def _orthogonalize(self, matrices: Tensor) -> Tensor:
         """Does the work of `__call__` for (m, n) or (B, m, n), none of them 0, with torch's own products."""
         rows, columns = matrices.shape[-2:]

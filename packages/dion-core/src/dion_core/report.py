@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dion_core.buckets import MatrixBucket
+from dion_core.pipeline import BUCKETS_IN_FLIGHT
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan
 from dion_core.state import WAITED, State
 
 Report = dict[str, Any]
+
+TABLE_BYTES = 64
+"""At most, for each row of a bucket on this rank: scores, indices, places and factors of a step."""
 
 
 def make_report(
@@ -49,11 +54,35 @@ def make_report(
         "buckets": buckets,
         "owner_load": [{"ranks": list(ranks), "cost": list(load)} for ranks, load in plan.loads.items()],
         "bytes_per_step": sum(bucket["traffic"]["bytes"] for bucket in buckets),
+        "workspace_bytes": _workspace(plan, buckets),
         "host_reads_per_step": plan.session.host_reads if plan.session is not None else 0,
         "host_waits": plan.session.host_waits if plan.session is not None else 0,
         "rows": rows,
         "steps": {"taken": num_steps - num_skipped, "skipped": num_skipped},
     }
+
+
+def _workspace(plan: Plan, reports: Sequence[Report]) -> int:
+    """Bytes of GPU memory that a step needs besides what stays: at most `BUCKETS_IN_FLIGHT` buckets hold buffers.
+
+    0 where it is not known: on a CPU, and with orthogonalizers that do not say what they need.
+    """
+    buffers, inside = [], []
+    for entry, report in zip(plan.buckets, reports, strict=True):
+        bucket = entry.bucket
+        rows, owned = bucket.layout.rows(bucket.group.rank, 0), len(bucket.owned(bucket.group.rank))
+        of_orthogonalizer = getattr(entry.orthogonalizer, "workspace", None)
+        sample = torch.empty(0, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
+        known = of_orthogonalizer(sample, owned, bucket.total_rows) if of_orthogonalizer is not None else 0
+        if not known:
+            return 0
+        tables = TABLE_BYTES * bucket.num_matrices * (rows + bucket.layout.group.size)
+        buffers.append(report["traffic"]["bytes"] + tables)
+        inside.append(known)
+    pairs = range(max(1, len(buffers) - BUCKETS_IN_FLIGHT + 1)) if buffers else ()
+    return max(
+        (sum(buffers[n : n + BUCKETS_IN_FLIGHT]) + max(inside[n : n + BUCKETS_IN_FLIGHT]) for n in pairs), default=0
+    )
 
 
 def _bucket(entry: MatrixBucket) -> Report:

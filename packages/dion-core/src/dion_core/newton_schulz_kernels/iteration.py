@@ -68,13 +68,19 @@ def orthogonalize_rows(rows: Tensor, place: Tensor, segments: Segments) -> Tenso
     return iterate(room, segments, dtype=rows.dtype, choice=choice)
 
 
+def workspace(batch: int, rows: int, columns: int) -> int:
+    """Bytes that `orthogonalize_rows` has allocated at most at a time, its result included."""
+    small = min(rows, columns)
+    return 2 * batch * (2 * rows * columns + 4 * small * small) + 16 * batch * rows
+
+
 def make_room(batch: int, rows: int, columns: int, *, device: torch.device, choice: Choice) -> Tensor:
     """(1 or 2, B, R, C) float16, uninitialized, for `iterate`: normalized matrices belong into the first part."""
     return torch.empty((2 if choice.apply_inside else 1, batch, rows, columns), dtype=torch.float16, device=device)
 
 
 def iterate(room: Tensor, segments: Segments, *, dtype: torch.dtype, choice: Choice) -> Tensor:
-    """Returns (B, R, C) in new storage: the matrices of ``room[0]`` after all steps of all segments.
+    """Returns (B, R, C): the matrices of ``room[0]`` after all steps of all segments. May lie in ``room``.
 
     Args:
         room: (1 or 2, B, R, C) float16 from `make_room`, the first part filled. Overwritten.
@@ -132,7 +138,12 @@ def _run(x: Tensor, segments: Segments, choice: Choice, dtype: torch.dtype | Non
     device, (m, n) = x.device, sorted((rows, columns))
     plan = _plan(segments, dtype is not None, (batch, rows, columns), choice, device)
     work = torch.empty((plan.buffers, batch, m, m), dtype=torch.float16, device=device)
-    out = work if dtype is None else torch.empty((batch, rows, columns), dtype=dtype, device=device)
+    if dtype is None:
+        out = work
+    elif copies == 2:  # the copy that the last product does not read is not needed any more
+        out = x[len(segments) % 2].view(dtype)
+    else:
+        out = torch.empty((batch, rows, columns), dtype=dtype, device=device)
     counters = torch.zeros(batch + 1, dtype=torch.int32, device=device)
     tall = rows > columns
     addresses = (x.data_ptr(), out.data_ptr(), work.data_ptr())

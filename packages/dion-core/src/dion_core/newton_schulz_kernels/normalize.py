@@ -66,7 +66,7 @@ def _row_norms_kernel(x, place, largest, squares, eighths, BLOCK: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["rows", "eighths"])
-def _scale_kernel(
+def _normalize_kernel(
     x, place, out, largest, squares, rows, eighths,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STATS: tl.constexpr, STAT_BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +141,7 @@ def normalize_rows(buffer: Tensor, place: Tensor, *, out: Tensor) -> Tensor:
         warps=warps,
     )
     _launch(
-        _scale_kernel,
+        _normalize_kernel,
         (triton.cdiv(rows, own), batch),
         [buffer, place, out, largest, squares, rows, columns // 8],
         (block, blocks, stats, triton.cdiv(rows, stats), own),
