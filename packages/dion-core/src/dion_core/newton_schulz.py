@@ -60,7 +60,8 @@ class Orthogonalizer(Protocol):
     An implementation does not modify its input, gives each matrix a result independent of the rest of the
     batch, keeps zero rows zero and commutes with row permutations up to rounding. Its ``repr`` enters the
     plan that ranks compare, so it must be the same on every rank. It may offer ``segments(rows, columns)`` as
-    `NewtonSchulz` does; a transport that sums Gram matrices over ranks needs that.
+    `NewtonSchulz` does; a transport that sums Gram matrices over ranks needs that. On a GPU its `of_rows` is
+    called in place of it where it has one, `prepare` while an optimizer is built, and `workspace` for reports.
     """
 
     def __call__(self, matrices: Tensor, /) -> Tensor:
@@ -206,6 +207,14 @@ class NewtonSchulz:
         segments = tuple(segment.coefficients for segment in self.segments(*shape[1:]))
         result: Tensor = kernels.orthogonalize_rows(rows, place, segments)
         return result
+
+    def prepare(self, rows: Tensor, batch: int, num_rows: int) -> None:
+        """Compiles what `of_rows` needs, which takes seconds the first time. For the arguments see `workspace`."""
+        shape = (batch, num_rows, rows.shape[1])
+        kernels = _kernels_for(rows, *shape[1:], self.compute_dtype)
+        if kernels is not None and 0 not in shape:
+            segments = tuple(segment.coefficients for segment in self.segments(*shape[1:]))
+            kernels.prepare(*shape, segments, dtype=rows.dtype, device=rows.device)
 
     def workspace(self, rows: Tensor, batch: int, num_rows: int) -> int:
         """Returns how many bytes `of_rows` has allocated at most at a time, its result included; 0 if not known.

@@ -19,7 +19,7 @@ from dion_core.operands import Operands, Rates, StepOperands
 from dion_core.options import STRUCTURAL, check_group, check_options, check_parameter, warn_of_group
 from dion_core.pipeline import agree_on_rows, step_matrices
 from dion_core.placements import local_tensor, row_state_like
-from dion_core.plan import Plan, make_plan
+from dion_core.plan import Plan, make_plan, prepare
 from dion_core.preflight import compare_plans, report_failure
 from dion_core.presence import Presence
 from dion_core.report import Report, make_report
@@ -303,6 +303,7 @@ class MatrixOptimizer(Optimizer):
         kind = f"{type(self).__name__}, nonfinite={self._nonfinite!r}"
         compare_plans([kind, *plan.describe()], self._group, self._device)
         plan.open()
+        prepare(plan.buckets)
         for bucket in plan.buckets:
             for member in bucket.members if bucket.may_defer else ():
                 self.state[member.parameter].setdefault(WAITED, row_state_like(member.parameter, torch.int32))

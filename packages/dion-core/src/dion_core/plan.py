@@ -5,8 +5,10 @@ Every rank makes the same plan from the same parameters, whatever gradients ther
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from dion_core.options import OPTIONS
 from dion_core.placements import parameter_layout
 from dion_core.registry import Choice, choose_transport
 from dion_core.rules import Rule
-from dion_core.transport import Scope, Session, Transport
+from dion_core.transport import Bucket, Scope, Session, Transport
 
 
 @dataclass
@@ -72,6 +74,27 @@ class Plan:
         self.session = self.choice.transport.open([bucket.bucket for bucket in self.transported])
         for bucket, exchange in zip(self.transported, self.session.exchanges, strict=True):
             bucket.exchange = exchange
+
+
+def prepare(buckets: Sequence[MatrixBucket]) -> None:
+    """Compiles the orthogonalizers' kernels for GPUs, all at a time, so that the first steps do not take so long."""
+    work: dict[Hashable, Callable[[], None]] = {}
+    for entry in buckets:
+        bucket, compile_for = entry.bucket, getattr(entry.orthogonalizer, "prepare", None)
+        owned = len(bucket.owned(bucket.group.rank))
+        if bucket.device.type == "cuda" and compile_for is not None and owned:
+            key = (entry.orthogonalizer, bucket.device, bucket.dtype, owned, bucket.total_rows, bucket.shape[1])
+            work[key] = partial(_prepare, compile_for, bucket, owned)
+    if work:
+        with ThreadPoolExecutor(max_workers=len(work)) as pool:
+            list(pool.map(lambda each: each(), work.values()))
+
+
+def _prepare(compile_for: Callable[[Tensor, int, int], None], bucket: Bucket, owned: int) -> None:
+    with torch.no_grad(), torch.cuda.device(bucket.device), torch.cuda.stream(torch.cuda.Stream(bucket.device)):
+        rows = torch.empty(0, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
+        compile_for(rows, owned, bucket.total_rows)
+        torch.cuda.current_stream().synchronize()
 
 
 def make_plan(

@@ -68,6 +68,17 @@ def orthogonalize_rows(rows: Tensor, place: Tensor, segments: Segments) -> Tenso
     return iterate(room, segments, dtype=rows.dtype, choice=choice)
 
 
+def prepare(
+    batch: int, rows: int, columns: int, segments: Segments, *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Compiles what `orthogonalize_rows` needs for B matrices of that size, by running it on one matrix of zeros."""
+    choice = choice_for(device, batch, rows, columns)
+    room = make_room(1, rows, columns, device=device, choice=choice)
+    place = torch.full((1, rows), -1, dtype=torch.int64, device=device)
+    normalize_rows(torch.zeros(1, columns, dtype=dtype, device=device), place, out=room[0])
+    iterate(room, segments, dtype=dtype, choice=choice)
+
+
 def workspace(batch: int, rows: int, columns: int) -> int:
     """Bytes that `orthogonalize_rows` has allocated at most at a time, its result included."""
     small = min(rows, columns)
