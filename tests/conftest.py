@@ -8,4 +8,4 @@ import torch
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # kernels then run on the CPU; read when triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels then run on the CPU; read when triton is imported

@@ -91,13 +91,12 @@ def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, wa
     Products and sums are not contracted, so that results are those of the definitions, bit for bit.
 
     Args:
-        kernel: a `triton.jit` function whose compile-time constants come last and whose integers are all in
-            `do_not_specialize`.
+        kernel: a `triton.jit` function whose integers are all in `do_not_specialize`.
         programs: how many.
         device: of all tensors.
-        arguments: that are not compile-time constants, in order.
+        arguments: the first ones, in order.
         warps: of one program.
-        constants: compile-time constants.
+        constants: the others, which are compile-time constants.
     """
     if programs == 0:
         return
@@ -108,13 +107,8 @@ def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, wa
         with torch.cuda.device(device):
             launch(kernel, programs, device, *arguments, warps=warps, **constants)
         return
-    told = [
-        (argument.dtype, argument.data_ptr() % ALIGNMENT == 0)
-        if isinstance(argument, Tensor)
-        else -(2**31) <= argument < 2**31
-        for argument in arguments
-    ]
-    key = (id(kernel), device, warps, *constants.values(), *told)
+    is_constant = _is_constant.get(id(kernel)) or _look(kernel)
+    key = (id(kernel), device, warps, *constants.values(), *map(_told, arguments, is_constant))
     known = _compiled.get(key)
     if known is None:
         _compile(kernel, programs, arguments, constants, key, warps=warps)
@@ -127,6 +121,23 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 """Kernels by what they were compiled for, with their constants in the order of their parameters."""
 
 
+_is_constant: dict[int, tuple[bool, ...]] = {}
+"""By kernel (its id, since its hash is slow), for every parameter whether it is a compile-time constant."""
+
+
+def _look(kernel: Any) -> tuple[bool, ...]:
+    return _is_constant.setdefault(id(kernel), tuple(parameter.is_constexpr for parameter in kernel.params))
+
+
+def _told(argument: Any, is_constant: bool) -> Any:
+    """What the compiler is told of an argument: the constant, the type of a number, or dtype and alignment."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % ALIGNMENT == 0
+    if is_constant:
+        return argument
+    return isinstance(argument, float) or -(2**31) <= argument < 2**31
+
+
 def _compile(
     kernel: Any,
     programs: int,
@@ -137,9 +148,10 @@ def _compile(
     warps: int,
 ) -> None:
     """Launches through Triton, which compiles if it has to, and keeps what it launched."""
-    for name, argument in zip(kernel.arg_names, arguments, strict=False):
+    for parameter, argument in zip(kernel.params, arguments, strict=False):
         # Else another value would be launched with what was compiled for 1 or for multiples of 16.
-        assert not isinstance(argument, int) or name in kernel.do_not_specialize, f"{name} of {kernel.__name__}"
+        told = parameter.is_constexpr or parameter.do_not_specialize or not isinstance(argument, int)
+        assert told, f"{parameter.name} of {kernel.__name__} has to be in do_not_specialize"
     compiled = kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
     _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
 
