@@ -189,25 +189,24 @@ def main() -> None:
     settings = Settings(arguments.fraction, arguments.captured, arguments.wire, arguments.kernels, arguments.trace)
     best = ceilings()
     print(f"copy {best['copy'] / 1e12:.2f} TB/s, bf16 product {best['product'] / 1e12:.0f} TFLOP/s", flush=True)
-    rows = []
-    for text in arguments.case:
-        case = Case.parse(text)
-        for peer in (False, True) if arguments.peer else (False,):
-            row = measure(case, settings, peer=peer)
-            show(row, case, best)
-            rows.append({**row, "of_ceiling": fractions_of_ceiling(row, case, best)})
     machine = torch.cuda.get_device_name()
     output = arguments.output or RESULTS / f"gpu_step-{machine.replace(' ', '-')}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    content = {
+    content: dict[str, Any] = {
         "machine": machine,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "ceilings": best,
-        "rows": rows,
+        "rows": [],
     }
-    output.write_text(json.dumps(content, indent=1) + "\n")
+    for text in arguments.case:
+        case = Case.parse(text)
+        for peer in (False, True) if arguments.peer else (False,):
+            row = measure(case, settings, peer=peer)
+            show(row, case, best)
+            content["rows"].append({**row, "of_ceiling": fractions_of_ceiling(row, case, best)})
+            output.write_text(json.dumps(content, indent=1) + "\n")  # after every case: a long run may be cut short
     print(f"written to {output}")
 
 

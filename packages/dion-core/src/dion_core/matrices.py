@@ -8,10 +8,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import attrgetter, or_
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_DTYPE = attrgetter("dtype")
 
 ALIGNMENT = 16
 """Bytes: rows that start at multiples of it are read and written in the widest accesses."""
@@ -62,18 +66,18 @@ def matrices(tensors: Sequence[Tensor | None], addresses: Tensor, like: Tensor) 
     """
     first = next((tensor for tensor in tensors if tensor is not None), like)
     stride, dtype = first.stride(), first.dtype
-    if not all(t is None or (t.stride() == stride and t.dtype == dtype) for t in tensors):
+    if not alike([tensor for tensor in tensors if tensor is not None]):
         tensors = [None if tensor is None else _like(tensor, first) for tensor in tensors]
     places = starts(tensors)
     adjacent = stride[1] == 1 and stride[0] * first.itemsize % ALIGNMENT == 0
-    aligned = adjacent and not any(place % ALIGNMENT for place in places)
+    aligned = adjacent and reduce(or_, places, 0) % ALIGNMENT == 0
     rows, columns = first.shape
     return Matrices(tensors, addresses, (rows, columns), (stride[0], stride[1]), dtype, aligned, places)
 
 
 def alike(tensors: Sequence[Tensor]) -> bool:
     """Whether the tensors have one dtype and one pair of strides."""
-    return len({(tensor.dtype, tensor.stride()) for tensor in tensors}) <= 1
+    return len(set(map(_DTYPE, tensors))) <= 1 and len(set(map(Tensor.stride, tensors))) <= 1
 
 
 def stacked(tensors: Sequence[Tensor | None], like: Tensor | None = None) -> Matrices:
@@ -85,6 +89,9 @@ def stacked(tensors: Sequence[Tensor | None], like: Tensor | None = None) -> Mat
 
 def starts(tensors: Sequence[Tensor | None]) -> list[int]:
     """The address of every tensor; 0 where it is missing."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if len(present) == len(tensors):
+        return list(map(Tensor.data_ptr, present))
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from dion_core.placements import local_part
 from dion_core.state import WAITED
 
 logger = logging.getLogger("dion_core")
+
+_LOCAL, _MOMENTUM, _SECOND_MOMENT = attrgetter("_local_tensor"), itemgetter("momentum"), itemgetter("second_moment")
 
 State = Mapping[Tensor, Mapping[str, Any]]
 Gradients = Sequence[Tensor | None]
@@ -163,16 +166,16 @@ class _Source:
         states, options = self._states, self._bucket.options
         return Operands(
             parameters=self._parts(self._parameters),
-            momentum=self._parts([state["momentum"] for state in states]),
+            momentum=self._parts(list(map(_MOMENTUM, states))),
             gradients=gradients,
-            second_moment=self._parts([state["second_moment"] for state in states]) if self._has_second_moment else [],
+            second_moment=self._parts(list(map(_SECOND_MOMENT, states))) if self._has_second_moment else [],
             waited=self._parts([state[WAITED] for state in states]) if self._bucket.may_defer else [],
             scalars={name: options.get(name, 0.0) for name in SCALARS},
         )
 
     def _parts(self, tensors: Sequence[Any]) -> Sequence[Tensor]:
         """This rank's parts; all of a bucket are DTensors, or none is."""
-        return [tensor._local_tensor for tensor in tensors] if self._sharded else tensors
+        return list(map(_LOCAL, tensors)) if self._sharded else tensors
 
 
 def _on_device(role: str, tensors: Sequence[Any], place: Tensor, like: Tensor) -> Sequence[Any]:
