@@ -67,8 +67,8 @@ counts are believed.
 
 Two things budgets cannot do. Counts reach them 8 steps late, so some winners of the first 8 steps of a sudden change
 are deferred, and the fair share that follows it costs bytes: 0.01 to 0.03 times the winners' over the 240 steps below,
-which at W 32 is more than the aim of the course without a change. And counts of a few rows scatter so much that a margin
-within the aim cannot hold them all.
+which at W 32 is more than the aim of the course without a change. And counts of a few rows scatter so much that a
+margin within the aim cannot hold them all.
 
 One run of the demo's training says little: `python -m benchmarks.deferral_bound` trains with 8 seeds, in which these
 budgets defer 0.097 % on average at 1.54 times the winners' bytes, from 0.02 to 0.18 % each. The aim is 1.55. It also
