@@ -28,6 +28,7 @@ from benchmarks.deferral_tables import deferred_share, sent_ratio
 from dion_comm_capped import Capped
 from dion_comm_capped.budgets import fixed_budgets
 from dion_comm_capped.capped import DELAY, CappedSession, PooledExchange
+from dion_comm_capped.ops import rows_by_pair
 from dion_comm_capped.pool import PoolPlan, offered_rows
 from dion_core.rows import RowSelection
 from dion_core.steps import Steps
@@ -53,12 +54,12 @@ class RecordingSession(CappedSession):
     """Notes what every pair needs, step by step."""
 
     def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
-        needed = []
-        for exchange, selection in zip(self.exchanges, selections, strict=True):
+        counts = [selection.count_by_rank for selection in selections]
+        owners = []
+        for exchange in self.exchanges:
             assert isinstance(exchange, PooledExchange)
-            count = selection.count_by_rank
-            needed.append(count.new_zeros(len(count), len(count)).index_add_(1, exchange.owner, count).flatten())
-        Recording.needed.append(torch.cat(needed).cpu())
+            owners.append(exchange.tables.owner)
+        Recording.needed.append(rows_by_pair(counts, owners).cpu())
         return super().begin(selections)
 
 

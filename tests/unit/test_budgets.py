@@ -172,6 +172,23 @@ def test_a_jump_is_followed_within_twenty_steps_and_forgotten_later(rows: int) -
     assert max(budgets[99, 1], budgets[399, 1]) < budgets[199, 1] / 2
 
 
+@pytest.mark.parametrize("rows", [64, 256])
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_that_fall_before_they_rise_are_followed_within_twenty_steps(rows: int, seed: int) -> None:
+    """As momentum turns: a third of the pairs becomes hot at once; another falls for 9 steps and then rises for 10."""
+    jump = 100
+    generator = np.random.default_rng(seed)
+    steps = np.arange(200)
+    turning = np.interp(steps, [jump, jump + 9, jump + 19], [0.6, 0.25, 1.0])
+    means = rows * np.stack([np.where(steps < jump, 0.8, 1.6)] * 5 + [turning] * 5 + [np.ones(200)] * 6, axis=1)
+    counts = np.round(means + generator.normal(size=means.shape) * 0.5 * np.sqrt(means)).astype(int)
+    _, budgets = learn([rows] * 16, lambda step: counts[step].tolist(), len(steps))
+    refused = np.maximum(counts - budgets, 0).sum(axis=1) / counts.sum(axis=1)
+    assert refused[jump : jump + DELAY].mean() > 0.05
+    assert (refused[jump + 12 :] < 0.01).all()
+    assert budgets[jump + 60 :].sum() < 1.5 * counts[jump + 60 :].sum()
+
+
 @pytest.mark.parametrize("rows", [1000, 256, 64, 16])
 def test_bytes_and_refusals_under_random_scatter(rows: int) -> None:
     size, num_steps = 4, 600
@@ -250,7 +267,7 @@ def test_where_winners_have_no_choice_the_first_step_counts() -> None:
 
 
 @pytest.mark.parametrize("ties", [0, 3])
-@pytest.mark.parametrize("saved_after", [0, 1, 5, 30])
+@pytest.mark.parametrize("saved_after", [0, 1, 5, 24, 30])
 def test_a_resumed_session_has_the_pools_of_the_unbroken_one(saved_after: int, ties: int) -> None:
     """Counts that were still under way are kept as well, and how many steps told nothing."""
     bucket = bucket_for(chunk_holders(4, 1024, 2), 2, [0, 1, 1, 0], 256)

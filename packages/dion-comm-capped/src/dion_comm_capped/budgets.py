@@ -38,6 +38,9 @@ SCATTER = 0.25
 """And more than this times the root of a step's rows, so that few rows that scatter are no jump."""
 SHORTEST, LONGER = 4, 6
 """Budgets are set anew after 4 steps, or a 6th of the steps since the last jump or the start if that is more."""
+UNSETTLED = 20
+"""Observed steps after a jump in which no pair is given less than its fair share and the widest margin: for as long
+as momentum that decays by 0.95 takes to turn."""
 PATIENCE = 8
 """Steps that tell nothing before one is believed: a rank may truly hold all the winners."""
 
@@ -65,7 +68,10 @@ class LearnedBudgets:
 
     A budget is what its pair will need by the latest counts, and a margin: the narrowest that would have been wide
     enough on the steps seen, for all pairs of a bucket together. All budgets are set together, ever more rarely, and
-    at once where they would have refused many rows.
+    at once where they would have refused many rows: a jump. Momentum turns over many steps, so which pairs will be hot
+    is not known soon after a jump: those that fall first may rise next. For 20 steps none is given less than a fair
+    share would need. Say it is 64, and a pair falls from 40 to 15 and then rises to 79: it keeps a budget of
+    64 + 3 * sqrt(65) = 88, where the counts of its fall alone would tell 15 + 3 * sqrt(16) = 27.
 
     Sums are of integers, so that all ranks find the same budgets whatever processors and threads they have.
     """
@@ -79,7 +85,7 @@ class LearnedBudgets:
         self._fair = list(fair)
         self._budgets = torch.empty(0, dtype=torch.int64)
         self._window: deque[Tensor] = deque(maxlen=WINDOW)
-        self._age, self._due, self._unclear = 0, 0, 0
+        self._age, self._due, self._unclear, self._unsettled = 0, 0, 0, 0
 
     @property
     def budgets(self) -> Counts:
@@ -109,13 +115,16 @@ class LearnedBudgets:
             self._budgets = self._suitable().maximum(needed)
             return True
         self._age += 1
+        self._unsettled = max(self._unsettled - 1, 0)
         jump = _refused(needed, self._budgets) > JUMP * total + SCATTER * math.sqrt(total)
         if not jump and self._age < self._due:
             return False
         before, self._budgets = self._budgets, self._suitable()
         if jump:
             self._budgets = self._budgets.maximum(needed)
-            self._age = 0
+            self._age, self._unsettled = 0, UNSETTLED
+        if self._unsettled:
+            self._budgets = self._budgets.maximum(_with_margin(torch.cat(self._fair).double(), WIDEST))
         self._due = self._age + max(SHORTEST, self._age // LONGER)
         return not torch.equal(before, self._budgets)
 
@@ -132,13 +141,15 @@ class LearnedBudgets:
             "age": self._age,
             "due": self._due,
             "unclear": self._unclear,
+            "unsettled": self._unsettled,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
         self._budgets = torch.tensor(state["budgets"], dtype=torch.int64)
         self._window = deque((torch.tensor(needed) for needed in state["window"]), maxlen=WINDOW)
-        self._age, self._due, self._unclear = state["age"], state["due"], state["unclear"]
+        self._age, self._due = state["age"], state["due"]
+        self._unclear, self._unsettled = state["unclear"], state["unsettled"]
 
 
 def _suitable(seen: Tensor, fair: Tensor) -> Tensor:
