@@ -1,9 +1,12 @@
-"""The lowest bytes that budgets could have had in the demo's training: `python -m benchmarks.deferral_bound`.
+"""The lowest bytes that budgets could have had: `python -m benchmarks.deferral_bound [--skew]`.
+
+In the demo's training, or with --skew in the simulated trainings with lasting skew at fraction 1/16.
 
 Budgets of one form are tried with hindsight: a pair's mean need over the last n counts, which arrive 8 steps late,
 and z times its root. n is the best for the run, and z the best for each shape, or for each shape and phase of the
 run, such that 0.1 % of the winners are deferred in all. Budgets are set at fixed times. Before the first late count
-arrives the mean is the fair share, as the first step of this training has no gradient and tells nothing. Budgets of
+arrives the mean is the fair share in the demo, whose first step has no gradient and tells nothing, and the count of
+the first step with --skew. Budgets of
 another form, or set at other times, are not bounded by this: what the learned ones did in the same trainings, without
 hindsight, is printed beside it.
 
@@ -15,13 +18,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from benchmarks import deferral_skew
 from benchmarks.deferral_demo import train
 from benchmarks.deferral_pools import make_buckets
 from benchmarks.deferral_tables import deferred_share, sent_ratio
@@ -48,6 +53,7 @@ PRICES = np.geomspace(0.5, 3000, 400)
 PHASES = (1, DELAY + 1, 20, 50)
 """The steps at which the phases after the first begin."""
 EVERY = (1, 4, 8, 16, 24)
+SKEW_STEPS = 240
 
 
 class RecordingSession(CappedSession):
@@ -101,9 +107,9 @@ def _pairs(buckets: Sequence[Bucket]) -> Array:
     ).T
 
 
-def forecast(needed: Array, fair: Array, *, looks_back: int, every: int) -> Array:
+def forecast(needed: Array, first: Array, *, looks_back: int, every: int) -> Array:
     """(T, P): the mean of the last counts that were there when budgets were last set, every few steps."""
-    rows = [needed[0], *[fair] * DELAY]
+    rows = [needed[0], *[first] * DELAY]
     for step in range(DELAY + 1, len(needed)):
         if (step - DELAY - 1) % every:
             rows.append(rows[-1])
@@ -113,14 +119,15 @@ def forecast(needed: Array, fair: Array, *, looks_back: int, every: int) -> Arra
     return np.array(rows)
 
 
-def lowest(needed: Array, pairs: Array, *, by_phase: bool, every: int) -> float:
+def lowest(needed: Array, pairs: Array, *, by_phase: bool, every: int, first: Array | None = None) -> float:
     """Rows sent over winners, headers counted, at the best n and the best z of every group."""
     number, fair, offered, header = pairs
+    first = fair if first is None else first
     phase = np.searchsorted(PHASES, np.arange(len(needed)), side="right") * by_phase
     group = (phase[:, None] * len(fair) + number).astype(int).ravel()
     best = np.inf
     for looks_back in LOOKS_BACK:
-        mean = forecast(needed, fair, looks_back=looks_back, every=every)
+        mean = forecast(needed, first, looks_back=looks_back, every=every)
         sent, refused = [], []
         for margin in MARGINS:
             budget = np.floor(mean + margin * np.sqrt(np.maximum(mean, 1)))
@@ -141,11 +148,43 @@ def _totals(sent: Array, refused: Array, allowed: float) -> Iterator[float]:
             yield float(sent[chosen, groups].sum())
 
 
+def skewed(world_size: int, fraction: float, seed: int) -> tuple[Array, Array]:
+    """(T, P) counts of one simulated training with lasting skew, and what `record` tells of the pairs."""
+    steps: list[list[Tensor]] = []
+
+    def step(*arguments: Any) -> list[Tensor]:
+        steps.append(take_step(*arguments))
+        return steps[-1]
+
+    take_step = deferral_skew._step
+    with patch.object(deferral_skew, "_step", step):
+        deferral_skew.simulate(world_size, fraction, "learned", deferral_skew.Course(SKEW_STEPS), seed)
+    buckets = make_buckets([skew.shape for skew in deferral_skew.MODEL], world_size, fraction)
+    owners = [torch.tensor(bucket.owners) for bucket in buckets]
+    needed = torch.stack([rows_by_pair(counts, owners) for counts in steps])
+    return needed.double().numpy(), _pairs(buckets)
+
+
+def print_skew() -> None:
+    """The bounds at fraction 1/16, where pairs have few rows."""
+    for world_size in (8, 32):
+        needed, pairs = skewed(world_size, 1 / 16, seed=0)
+        ratios = [lowest(needed, pairs, by_phase=False, every=every, first=needed[0]) for every in EVERY]
+        cells = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(
+            f"fraction 1/16, W {world_size}: budgets set every {EVERY} steps send {cells} times the winners", flush=True
+        )
+
+
 def main() -> None:
     """Trains once a seed and prints the bounds as a table."""
-    parser = argparse.ArgumentParser(description="The lowest bytes that budgets could have had in the demo.")
+    parser = argparse.ArgumentParser(description="The lowest bytes that budgets could have had.")
     parser.add_argument("--seeds", type=int, default=8, help="trainings (%(default)s), 20 s each")
+    parser.add_argument("--skew", action="store_true", help="of the simulated trainings at fraction 1/16")
     given = parser.parse_args()
+    if given.skew:
+        print_skew()
+        return
     runs, outcomes = [], []
     for message in run_ranks(record, 4, range(1, given.seeds + 1), 100):
         assert isinstance(message, tuple)
