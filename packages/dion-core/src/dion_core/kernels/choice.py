@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.kernels.launching import launch, power_of_two
+from dion_core.launching import launch, power_of_two
 from dion_core.layout import Axis, RowTables
 from dion_core.rows import SKIPPED_SCORE, RowSelection
 
