@@ -1,4 +1,4 @@
-"""Newton-Schulz on normalized float16 matrices on a Hopper GPU, in one launch or a few.
+"""Newton-Schulz on a Hopper GPU: normalization to float16 in two launches, and the products in one or a few.
 
 Legend: B matrices of R rows and C columns, m the shorter side and n the longer one, S segments.
 """
@@ -26,7 +26,7 @@ Segments = tuple[tuple[Coefficients, ...], ...]
 
 
 def runs_on(device: torch.device, rows: int, columns: int) -> bool:
-    """Whether `iterate` can be used: on Hopper, for sizes that the copy engine can address."""
+    """Whether this module can be used: on Hopper, for sizes that the copy engine can address."""
     return rows % 8 == 0 and columns % 8 == 0 and _properties(device.index).capability == (9, 0)
 
 
