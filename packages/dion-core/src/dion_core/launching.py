@@ -24,16 +24,9 @@ _is_constant: dict[int, tuple[bool, ...]] = {}
 
 
 def launch(
-    kernel: Any,
-    programs: int,
-    device: torch.device,
-    *arguments: Any,
-    warps: int,
-    second: int = 1,
-    contracted: bool = False,
-    told: Hashable = None,
-    **constants: Any,
-) -> None:
+    kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int, second: int = 1,
+    contracted: bool = False, told: Hashable = None, **constants: Any,
+) -> None:  # fmt: skip
     """Starts `programs` (perhaps no) programs of the kernel, times `second`, on the device's current stream.
 
     Args:
@@ -42,11 +35,11 @@ def launch(
         device: of all tensors.
         arguments: the first ones, in order.
         warps: of one program.
-        second: how many along the second axis of the grid.
+        second: how many programs along the second axis of the grid.
         contracted: whether products and sums may be contracted, always the same for a kernel. If they may not, results
             are those of the definitions, bit for bit.
         told: all that the compiler is told of the arguments, where the caller knows it; None: it is looked up.
-        constants: the other arguments, which are compile-time constants, in the same order at every call.
+        constants: the other arguments, compile-time constants, in the same order at every call.
     """
     if programs == 0:
         return
@@ -61,15 +54,12 @@ def launch(
             )  # fmt: skip
         return
     if told is None:
-        is_constant = _is_constant.get(id(kernel)) or _look(kernel)
-        key = (id(kernel), device, warps, *constants.values(), *map(_told, arguments, is_constant))
-    else:
-        key = (id(kernel), device, warps, *constants.values(), told)
+        told = tuple(map(_told, arguments, _is_constant.get(id(kernel)) or _look(kernel)))
+    key = (id(kernel), device, warps, told, *constants.values())
     known = _compiled.get(key)
     if known is None:
-        _check(kernel, arguments)
-        compiled = kernel[(programs, second)](*arguments, **constants, num_warps=warps, enable_fp_fusion=contracted)
-        _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        options = {"num_warps": warps, "enable_fp_fusion": contracted}
+        _compiled[key] = _compile(kernel, (programs, second), arguments, constants, options)
     else:
         compiled, in_order = known
         compiled[(programs, second, 1)](*arguments, *in_order)
@@ -98,8 +88,17 @@ def _told(argument: Any, is_constant: bool) -> Any:
     return isinstance(argument, float) or -(2**31) <= argument < 2**31
 
 
-def _check(kernel: Any, arguments: tuple[Any, ...]) -> None:
-    """Else another value would be launched with what was compiled for 1 or for multiples of 16."""
+def _compile(
+    kernel: Any,
+    grid: tuple[int, int],
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+) -> tuple[Any, tuple[Any, ...]]:
+    """Launches through Triton, which compiles if it has to; what it launched, and the constants in order."""
     for parameter, argument in zip(kernel.params, arguments, strict=False):
+        # Else another value would be launched with what was compiled for 1 or for multiples of 16.
         known = parameter.is_constexpr or parameter.do_not_specialize or not isinstance(argument, int)
         assert known, f"{parameter.name} of {kernel.__name__} has to be in do_not_specialize"
+    compiled = kernel[grid](*arguments, **constants, **options)
+    return compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
