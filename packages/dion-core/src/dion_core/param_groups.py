@@ -113,7 +113,7 @@ def param_groups_for(
             Every pattern that matches is applied, so that later ones win.
 
     Raises:
-        ValueError: a pattern matches nothing, an option is not allowed, a Lion group has no lr, or a shape is not known.
+        ValueError: a pattern matches nothing, an option is not allowed, a Lion group has no lr, or a shape is unknown.
     """
     wishes = _checked_wishes(lr, elementwise or {}, overrides or {})
     places = list(_places(model))
