@@ -34,7 +34,7 @@ from dion_comm_capped import Capped
 from dion_comm_capped.budgets import fixed_budgets
 from dion_comm_capped.capped import DELAY, CappedSession, PooledExchange
 from dion_comm_capped.ops import rows_by_pair
-from dion_comm_capped.pool import PoolPlan, offered_rows
+from dion_comm_capped.pool import PoolPlan
 from dion_core.rows import RowSelection
 from dion_core.steps import Steps
 from dion_core.transport import Bucket, Session
@@ -97,7 +97,7 @@ def _pairs(buckets: Sequence[Bucket]) -> Array:
     ranks = range(buckets[0].layout.group.size)
     return np.array(
         [
-            [number, fixed_budgets(bucket, 1.0)[source][owner], offered_rows(bucket, source, owner), header(owner)]
+            [number, fixed_budgets(bucket, 1.0)[source][owner], bucket.offered_by_pair[source][owner], header(owner)]
             for number, bucket in enumerate(buckets)
             for header in [PoolPlan(bucket, [], always_pack=False).header_rows]
             for source in ranks

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dion_comm_capped.admission import keep, strongest
 from dion_comm_capped.capped import Capped, PooledExchange
-from dion_comm_capped.pool import PoolPlan, offered_rows
+from dion_comm_capped.pool import PoolPlan
 from dion_core.collectives import SoloGroup
 from dion_core.layout import Axis, split_layout
 from dion_core.ownership import assign_owners, newton_schulz_cost
@@ -198,7 +198,7 @@ def empty_tally(bucket: Bucket) -> Tally:
     """A tally before the first step."""
     ranks = range(bucket.layout.group.size)
     plan = PoolPlan(bucket, [], always_pack=False)
-    offered = {(source, owner): offered_rows(bucket, source, owner) for source in ranks for owner in ranks}
+    offered = {(source, owner): bucket.offered_by_pair[source][owner] for source in ranks for owner in ranks}
     pairs = [pair for pair, rows in offered.items() if rows]
     winners = bucket.total_rows * bucket.num_matrices
     header = sum(plan.header_rows(owner) for _, owner in pairs) / len(pairs)

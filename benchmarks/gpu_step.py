@@ -97,15 +97,7 @@ def measure(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
             renew_gradients(parameters)
 
         timing = time_steps(build, renew)
-        if settings.kernels or settings.trace is not None:
-            profile = profiled(made[0].step, renew)
-            if settings.kernels:
-                print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=60))
-            if settings.trace is not None:
-                settings.trace.mkdir(parents=True, exist_ok=True)
-                profile.export_chrome_trace(
-                    str(settings.trace / f"{str(case).replace(':', '-')}{'-peer' * peer}.json.gz")
-                )
+        _profile(made[0].step, renew, settings, str(case).replace(":", "-") + "-peer" * peer)
         report = {} if peer else made[0].report()
         if settings.captured and not peer:
             made[0].release()
@@ -118,6 +110,18 @@ def measure(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
         "host_reads": report.get("host_reads_per_step"),
         "rows": report.get("rows"),
     }
+
+
+def _profile(step: Callable[[], Any], renew: Callable[[], None], settings: Settings, name: str) -> None:
+    """Prints the slowest kernels and writes a trace of that name, as the settings ask for."""
+    if not settings.kernels and settings.trace is None:
+        return
+    profile = profiled(step, renew)
+    if settings.kernels:
+        print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=60))
+    if settings.trace is not None:
+        settings.trace.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(settings.trace / f"{name}.json.gz"))
 
 
 def _peer_scope(transport: str) -> str:

@@ -7,14 +7,13 @@ Prints the tables, and with --write puts them into the page.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import DOCS, publish
+
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
-BEGIN, END = "<!-- gpu_step: begin -->\n", "<!-- gpu_step: end -->"
 STAGES = ("accumulate", "select", "take", "wire", "Newton-Schulz", "normalize", "update", "other")
 
 
@@ -61,15 +60,13 @@ def _stages(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Prints the tables, and writes them into the page if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.name}")
-    text = tables([json.loads(path.read_text()) for path in sorted(RESULTS.glob("gpu_step-*.json"))])
-    print(text)
-    if parser.parse_args().write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, rest = page.split(BEGIN)
-        PAGE.write_text(before + BEGIN + text + END + rest.split(END, 1)[1], encoding="utf-8")
+    """Prints what `publish` puts into the page if asked to."""
+    publish(
+        tables([json.loads(path.read_text()) for path in sorted(RESULTS.glob("gpu_step-*.json"))]),
+        DOCS / "performance.md",
+        "gpu_step",
+        description=__doc__,
+    )
 
 
 if __name__ == "__main__":

@@ -7,12 +7,10 @@ Prints the table of docs/transports.md, and with --write puts it there. No matri
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 
 from benchmarks.inventories import INVENTORIES
+from benchmarks.pages import DOCS, publish
 from dion_comm_nccl import FullShard, LocalTopRows
 from dion_core.collectives import SoloGroup
 from dion_core.layout import Axis, split_layout
@@ -21,8 +19,6 @@ from dion_core.planning import block_assignment_payload
 from dion_core.rules import selector
 from dion_core.transport import Bucket, Scope, Transport
 
-PAGE = Path(__file__).parent.parent / "docs" / "transports.md"
-BEGIN, END = "<!-- payload: begin -->\n", "<!-- payload: end -->"
 FRACTION = 0.25
 
 
@@ -76,15 +72,8 @@ def table() -> str:
 
 
 def main() -> None:
-    """Prints the table, and writes it into the page if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
-    text = table()
-    print(text)
-    if parser.parse_args().write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, rest = page.split(BEGIN)
-        PAGE.write_text(before + BEGIN + text + END + rest.split(END, 1)[1], encoding="utf-8")
+    """Prints what `publish` puts into the page if asked to."""
+    publish(table(), DOCS / "transports.md", "payload", description=__doc__)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import dion_core
 from dion_core.newton_schulz import NewtonSchulz
 from dion_core.testing.ranks import pool
 from tests.reference import polar_express
+from tests.small_model import make_batches, make_model, make_optimizer, train_model
 from tests.training import (
     ELEMENTWISE_LR,
     LAYOUTS,
@@ -38,13 +39,9 @@ from tests.training import (
     compare_outcomes,
     compare_with_reference,
     local,
-    make_batches,
-    make_model,
-    make_optimizer,
     random_problem,
     run_cells,
     train_cells,
-    train_model,
 )
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dion_core.testing.ranks import pool
+from tests.small_model import make_batches, make_model, make_optimizer, train_model
 from tests.training import (
     LAYOUTS,
     MATRIX_FAMILY,
@@ -22,12 +23,8 @@ from tests.training import (
     Snapshot,
     compare_with_reference,
     expected,
-    make_batches,
-    make_model,
-    make_optimizer,
     random_problem,
     train_cells,
-    train_model,
     transports_and_scopes,
 )
 

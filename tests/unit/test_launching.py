@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from dion_core.kernels.launching import cdiv, launch, power_of_two
+from dion_core.launching import cdiv, launch, power_of_two
 
 compiled, launched = [], []
 
@@ -68,6 +68,12 @@ assert start(x, length=2**31) == 5  # 64 bits
 assert start(x, size=16) == 6
 assert start(x, warps=8) == 7
 assert start(x) == 7 and launched[-1][0] == 0
+launch(kernel, 2, x.device, x, tl.float32, 5, 0.5, SIZE=8, warps=4, second=3)
+assert len(compiled) == 7 and launched[-1][:2] == (0, (2, 3, 1))
+for values, told in ((x, "one"), (x[1:].half(), "one"), (x, "another")):  # what the caller tells is believed
+    launch(kernel, 1, x.device, values, tl.float32, 5, 0.5, SIZE=8, warps=4, contracted=True, told=told)
+assert len(compiled) == 9 and launched[-1][0] == 7
+assert compiled[7][2]["enable_fp_fusion"] and compiled[8][2]["enable_fp_fusion"]
 try:
     launch(careless, 1, x.device, x, 5, SIZE=8, warps=4)
 except AssertionError as error:

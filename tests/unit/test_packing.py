@@ -10,13 +10,22 @@ from torch import Tensor
 
 from dion_core.compaction import compact
 from dion_core.layout import Axis, Layout
-from dion_core.packing import ColumnAssembly, RowAssembly, SlotPlan, SlotRule, assembly
+from dion_core.packing import SlotPlan, SlotRule, orthogonalize_received
 from dion_core.transport import Bucket
 from tests.unit.test_layout import CPU, Holders, chunk_holders, fake_group, layout_of, random_holders, rows_of
 
 
-def double(matrices: Tensor) -> Tensor:
-    return 2 * matrices
+def doubled_by(plan: SlotPlan, received: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The matrices that an owner makes of what it received, and what it sends back if it doubles them."""
+    seen = []
+
+    def double(matrices: Tensor) -> Tensor:
+        seen.append(matrices.clone())
+        return 2 * matrices
+
+    answer = orthogonalize_received(plan, received, counts, double)
+    [matrices] = seen
+    return matrices, answer
 
 
 Chosen = Sequence[Sequence[int]]  # by matrix, the chosen global rows, ascending
@@ -61,51 +70,43 @@ def all_to_all(messages: Sequence[Tensor], splits: Sequence[Sequence[int]]) -> l
 def round_trip(bucket: Bucket, holders: Holders, chosen: Chosen, rule: Callable[[Bucket], SlotRule]) -> None:
     """Rows travel to their owners, are checked there, are doubled, and travel back."""
     size, num_matrices = bucket.layout.group.size, len(holders)
-    rows, columns = bucket.shape
-    whole = torch.randn(num_matrices, rows, columns, dtype=torch.float64) + 5
+    columns = bucket.shape[1]
+    whole = torch.randn(num_matrices, *bucket.shape, dtype=torch.float64) + 5
     here = [
         [[row for row in rows_of(holders, rank, n) if row in chosen[n]] for n in range(num_matrices)]
         for rank in range(size)
     ]
-    counts = torch.tensor([[len(of_matrix) for of_matrix in of_rank] for of_rank in here])
+    counts = torch.tensor([list(map(len, of_rank)) for of_rank in here])
     plans = [SlotPlan.of(seen_from(bucket, rank), rule(bucket)) for rank in range(size)]
     buffers = []
     for rank, plan in enumerate(plans):
-        used = [plan.slot[n, place] for n in range(num_matrices) for place in range(len(here[rank][n]))]
-        assert len(set(map(int, used))) == len(used)
-        assert all(slot < plan.num_slots for slot in used)
+        used = [int(slot) for n in range(num_matrices) for slot in plan.slot[n, : len(here[rank][n])]]
+        assert len(set(used)) == len(used)
+        assert max(used, default=-1) < plan.num_slots
         buffer = torch.full((plan.num_slots + 1, columns), torch.nan, dtype=torch.float64)
         for n, of_matrix in enumerate(here[rank]):
-            for place, row in enumerate(of_matrix):
-                buffer[plan.slot[n, place]] = whole[n, row]
+            buffer[plan.slot[n, : len(of_matrix)]] = whole[n, of_matrix]
         buffers.append(buffer)
-    sent = [plan.elements_sent for plan in plans]
-    received = [plan.elements_received for plan in plans]
+    sent, received = [plan.elements_sent for plan in plans], [plan.elements_received for plan in plans]
     assert received == [[sent[source][owner] for source in range(size)] for owner in range(size)]
-    arrived = all_to_all([buffer[:-1].flatten() for buffer in buffers], sent)
-    answers = []
-    for owner, plan in enumerate(plans):
-        before = arrived[owner].clone()
-        matrices = assembly(plan).assemble(arrived[owner], counts)
-        assert torch.equal(arrived[owner].nan_to_num(), before.nan_to_num())
-        owned = [n for n in range(num_matrices) if bucket.owners[n] == owner]
-        assert plan.bucket.owned(owner) == tuple(owned)
+    arrived, answers = all_to_all([buffer[:-1].flatten() for buffer in buffers], sent), []
+    for owner, (plan, message) in enumerate(zip(plans, arrived, strict=True)):
+        matrices, answer = doubled_by(plan, message, counts)
+        answers.append(answer)
+        owned = tuple(n for n in range(num_matrices) if bucket.owners[n] == owner)
+        assert plan.bucket.owned(owner) == owned
         assert matrices.shape == (len(owned), bucket.total_rows, columns)
-        for place, n in enumerate(owned):
-            expected = torch.zeros(bucket.total_rows, columns, dtype=torch.float64)
-            by_rank = [row for rank in range(size) for row in here[rank][n]]
-            if list(holders[n]) == sorted(holders[n]):  # one run a rank: rank order is global row order
-                assert by_rank == list(chosen[n])
-            for position, row in enumerate(by_rank):
-                expected[position] = whole[n, row]
-            assert torch.equal(matrices[place], expected)
-        answers.append(assembly(plan).orthogonalize(arrived[owner], counts, double))
+        for matrix, n in zip(matrices, owned, strict=True):
+            by_rank = [row for of_rank in here for row in of_rank[n]]
+            # Where a rank holds one run of rows, rank order is global row order.
+            assert list(holders[n]) != sorted(holders[n]) or by_rank == list(chosen[n])
+            assert torch.equal(matrix[: len(by_rank)], whole[n, by_rank])
+            assert not matrix[len(by_rank) :].any()
     returned = all_to_all(answers, received)
     for rank, plan in enumerate(plans):
         result = returned[rank].view(plan.num_slots, columns)
         for n, of_matrix in enumerate(here[rank]):
-            for place, row in enumerate(of_matrix):
-                assert torch.equal(result[plan.slot[n, place]], 2 * whole[n, row])
+            assert torch.equal(result[plan.slot[n, : len(of_matrix)]], 2 * whole[n, of_matrix])
 
 
 def test_the_example_of_compact() -> None:
@@ -166,7 +167,6 @@ def test_rows_go_to_the_owner_and_back(
 ) -> None:
     most = min(most, len(holders[0]))
     bucket = bucket_for(holders, size, owners, most)
-    assert isinstance(assembly(SlotPlan.of(bucket, rule(bucket))), RowAssembly)
     for seed in range(3):
         round_trip(bucket, holders, random_chosen(seed, holders, most), rule)
 
@@ -197,14 +197,13 @@ def test_columns_go_to_the_owner_and_back(columns: list[int], owners: list[int])
     arrived = all_to_all(messages, [plan.elements_sent for plan in plans])
     answers = []
     for owner, plan in enumerate(plans):
-        assert isinstance(assembly(plan), ColumnAssembly)
-        matrices = assembly(plan).assemble(arrived[owner], counts)
+        matrices, answer = doubled_by(plan, arrived[owner], counts)
+        answers.append(answer)
         assert matrices.shape == (len(plan.bucket.owned(plan.rank)), most, sum(columns))
         for place, n in enumerate(plan.bucket.owned(plan.rank)):
             expected = whole[n].clone()
             expected[int(count[n]) :] = 0
             assert torch.equal(matrices[place], expected)
-        answers.append(assembly(plan).orthogonalize(arrived[owner], counts, double))
     returned = all_to_all(answers, [plan.elements_received for plan in plans])
     for rank, (plan, part) in enumerate(zip(plans, torch.split(whole, columns, dim=2), strict=True)):
         result = returned[rank].view(plan.num_slots, columns[rank])

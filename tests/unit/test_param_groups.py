@@ -1,19 +1,27 @@
-"""Which parameters of real model classes go where, why, and that every optimizer takes the groups."""
+"""Which parameters of real model classes go where, and why."""
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 
 from dion_core import Dion2, Muon, NorDion2, NorMuon, param_groups_for, param_rules
 from dion_core.param_groups import ParamGroups
 from dion_core.param_rules import ELONGATED, THIN
+from tests.param_models import (
+    MODELS,
+    ConvNet,
+    LowRank,
+    MixtureOfExperts,
+    gpt2,
+    llama,
+    transformer,
+)
 
 OPTIMIZERS = (Muon, NorMuon, Dion2, NorDion2)
 
@@ -39,100 +47,6 @@ def reason_of(groups: ParamGroups, name: str) -> str:
     """The last cell of the parameter's line in the table."""
     [line] = [line for line in str(groups).splitlines() if re.match(rf"  {re.escape(name)}(?= )", line)]
     return re.split(r"  +", line)[-1]
-
-
-# --- models
-
-
-class Block(nn.Module):
-    """Two convolutions with norms around a skip connection."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(channels)
-        self.second = nn.Conv2d(channels, channels, 3, padding=1)
-        self.scale = nn.GroupNorm(2, channels)
-
-
-class ConvNet(nn.Module):
-    """A small residual network for images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 16, 7)
-        self.blocks = nn.Sequential(Block(16), Block(16))
-        self.projection = nn.Linear(16, 64)
-        self.fc = nn.Linear(64, 40)
-
-
-class Experts(nn.Module):
-    """The weights of E experts in one tensor each."""
-
-    def __init__(self, num_experts: int, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(num_experts, hidden, width))
-        self.down = nn.Parameter(torch.randn(num_experts, width, hidden))
-        self.up_bias = nn.Parameter(torch.zeros(num_experts, hidden))
-
-
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(width)
-        self.gate = nn.Linear(width, 4, bias=False)
-        self.experts = Experts(4, width, 2 * width)
-        self.shared = nn.Linear(width, width, bias=False)
-
-
-class MixtureOfExperts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(100, 32)
-        self.position = nn.Parameter(torch.randn(16, 32))
-        self.layers = nn.ModuleList(Layer(32) for _ in range(3))
-        self.unembedding_matrix = nn.Linear(32, 100, bias=False)
-
-
-class LowRank(nn.Module):
-    """A frozen linear layer with a trainable low-rank term."""
-
-    def __init__(self, width: int, rank: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(width, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, width, bias=False)})
-
-
-def llama(*, tied: bool = False) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM(config)
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=1))
-
-
-def transformer() -> nn.Module:
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2, nn.LayerNorm(32))
-    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(32, 4, 64, batch_first=True), 2)
-    return nn.ModuleDict({"encoder": encoder, "decoder": decoder})
-
-
-MODELS: tuple[Callable[[], nn.Module], ...] = (transformer, ConvNet, MixtureOfExperts, llama, gpt2)
 
 
 # --- what goes where
@@ -443,50 +357,3 @@ def test_the_table() -> None:
         "frozen, in no group: 1 tensor, 48 parameters",
     ]
     assert str(param_groups_for(nn.ReLU())) == ""
-
-
-# --- the groups in optimizers
-
-
-def step_with_random_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """By how much one step changed each parameter."""
-    torch.manual_seed(0)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_takes_a_step(optimizer: Any, make: Callable[[], nn.Module]) -> None:
-    model = make()
-    groups = param_groups_for(model, lr=0.02, elementwise={"lr": 1e-3, "weight_decay": 0.0})
-    kept = [dict(group) for group in groups]
-    changes = step_with_random_gradients(optimizer(groups, weight_decay=0.0, scale=None), model)
-    assert groups == kept
-    for name, algorithm in algorithms(groups).items():
-        change = changes[name]
-        if algorithm == "adamw":  # whose first step is the rate, whatever the gradient's size
-            torch.testing.assert_close(change.abs().median(), torch.tensor(1e-3), rtol=1e-2, atol=0)
-            continue
-        rows = int((change != 0).any(dim=1).sum())
-        assert rows == (change.shape[0] if optimizer in (Muon, NorMuon) else -(-change.shape[0] // 4))
-        # An orthonormal update has as many singular values of 1 as rows or columns; normalization keeps the norm.
-        size = 0.02 * min(rows, change.shape[1]) ** 0.5
-        assert float(change.norm()) == pytest.approx(size, rel=0.2), name
-
-
-def test_errors_of_the_optimizer_name_the_parameter() -> None:
-    groups = param_groups_for(ConvNet(), overrides={"stem.weight": "matrix"})
-    with pytest.raises(ValueError, match=r"stem\.weight: shape \(16, 3, 7, 7\) is not a matrix"):
-        Muon(groups)
-
-
-def test_groups_are_plain_data_for_other_optimizers() -> None:
-    model = llama()
-    groups = param_groups_for(model, lr=0.02)
-    assert copy.copy(list(groups)) == groups
-    other = torch.optim.AdamW(groups, lr=1e-3)
-    assert sum(len(group["params"]) for group in other.param_groups) == len(list(model.parameters()))

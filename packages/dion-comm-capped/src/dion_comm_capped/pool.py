@@ -17,7 +17,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from dion_core.packing import on_device
+from dion_core.packing import on_device, piece_starts
 from dion_core.transport import Bucket
 
 COUNT_BYTES = 4
@@ -25,11 +25,6 @@ COUNT_BYTES = 4
 
 Budgets = Sequence[Sequence[int]]
 """budgets[source][owner]: rows that the pair may send in a step."""
-
-
-def offered_rows(bucket: Bucket, source: int, owner: int) -> int:
-    """The most rows that a rank can have chosen of the matrices that another one owns."""
-    return bucket.offered_by_pair[source][owner]
 
 
 @dataclass(frozen=True)
@@ -50,13 +45,13 @@ class PoolPlan:
 
     def packed(self, source: int, owner: int) -> bool:
         """Whether the pair sends a pool with a header, or every slot that the source can offer."""
-        offered = offered_rows(self.bucket, source, owner)
+        offered = self.bucket.offered_by_pair[source][owner]
         shorter = self.budgets[source][owner] + self.header_rows(owner) < offered
         return offered > 0 and (shorter or self.always_pack)
 
     def capacity(self, source: int, owner: int) -> int:
         """Rows of momentum that the pair can send in a step."""
-        offered = offered_rows(self.bucket, source, owner)
+        offered = self.bucket.offered_by_pair[source][owner]
         return min(self.budgets[source][owner], offered) if self.packed(source, owner) else offered
 
     def header(self, source: int, owner: int) -> int:
@@ -79,11 +74,11 @@ class PoolPlan:
         """The chunks between this rank and every owner, and those between every source and this rank."""
         tables: list[list[int]] = []
         for pairs, forward, back in zip(self._pairs, self.forward_rows, self.back_rows, strict=True):
-            start = _starts(forward)
+            start = piece_starts(forward)
             tables += [
                 back,
                 [row + self.header(*pair) for row, pair in zip(start, pairs, strict=True)],
-                _starts(back),
+                piece_starts(back),
                 [
                     row * self._row_bytes if self.packed(*pair) else NO_HEADER
                     for row, pair in zip(start, pairs, strict=True)
@@ -168,14 +163,9 @@ class PoolTables:
                 [
                     row
                     for source in ranks
-                    for row in _starts([bucket.offered(source, matrix) for matrix in pools[rank]])
+                    for row in piece_starts([bucket.offered(source, matrix) for matrix in pools[rank]])
                 ],
             ],
             bucket.device,
         )
         return cls(owner, place, offered, order, pool_start, owned, slot_start.view(len(ranks), len(pools[rank])))
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    """Where pieces of these lengths start that lie one behind the other."""
-    return list(accumulate(lengths, initial=0))[:-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -105,11 +106,7 @@ class MatrixOptimizer(Optimizer):
             gradients = self._graph.gradients(plan, gradients)
         of_buckets = [[gradients[member.number] for member in bucket.members] for bucket in plan.buckets]
         operands = self._operands.of_step(self.state, agree_on_rows(plan.buckets, of_buckets, self.state))
-        rates = self._rates.of_step()
-
-        def work() -> None:
-            self._launch(plan, gradients, operands, rates)
-
+        work = partial(self._launch, plan, gradients, operands, self._rates.of_step())
         if self._graph is None:
             work()
         else:

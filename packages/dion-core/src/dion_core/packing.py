@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -39,9 +39,8 @@ def on_device(tables: Iterable[Sequence[int]], device: torch.device) -> list[Ten
     for table in tables:
         starts.append((len(numbers), len(table)))
         numbers.extend(table)
-        if (
-            len(numbers) % 2
-        ):  # tables start at multiples of 16 bytes, whatever their lengths: kernels are compiled for it
+        # Tables start at multiples of 16 bytes, whatever their lengths: kernels are compiled for that.
+        if len(numbers) % 2:
             numbers.append(0)
     if not numbers:
         return [torch.empty(0, dtype=torch.int64, device=device) for _ in starts]
@@ -140,12 +139,12 @@ class SlotPlan:
         """What `SlotTables` holds, on the host and flat."""
         slots, owned = self.slots[self.rank], self.bucket.owned(self.rank)
         first, start = [0] * len(slots), list[int]()
-        for owner, chunk in zip(self._ranks, _starts(self.rows_sent), strict=True):
+        for owner, chunk in zip(self._ranks, piece_starts(self.rows_sent), strict=True):
             matrices = self.bucket.owned(owner)
-            for matrix, before in zip(matrices, _starts(map(slots.__getitem__, matrices)), strict=True):
+            for matrix, before in zip(matrices, piece_starts(map(slots.__getitem__, matrices)), strict=True):
                 first[matrix] = chunk + before
-        for source, chunk in zip(self._ranks, _starts(self.rows_received), strict=True):
-            start += [chunk + before for before in _starts(map(self.slots[source].__getitem__, owned))]
+        for source, chunk in zip(self._ranks, piece_starts(self.rows_received), strict=True):
+            start += [chunk + before for before in piece_starts(map(self.slots[source].__getitem__, owned))]
         return first, slots, start
 
     @property
@@ -164,7 +163,7 @@ def bring(plans: Sequence[SlotPlan]) -> None:
         plan.tables = SlotTables(first, used, start.view(shape))
 
 
-def _starts(lengths: Iterable[int]) -> list[int]:
+def piece_starts(lengths: Iterable[int]) -> list[int]:
     """Where pieces of these lengths start that lie one behind the other."""
     return list(accumulate(lengths, initial=0))[:-1]
 
@@ -195,72 +194,42 @@ def orthogonalize_rows(
     return orthogonalizer(collect(rows, count, start, total, owned))
 
 
-class Assembly(Protocol):
-    """Turns what an owner received into whole matrices, and results into what it sends back."""
+def orthogonalize_received(
+    plan: SlotPlan, received: Tensor, count_by_rank: Tensor, orthogonalizer: Orthogonalizer
+) -> Tensor:
+    """The flat elements that an owner sends back, every row in the place where it was received.
 
-    def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
-        """(B, T, C) matrices in fresh storage, of the flat elements received; rows that do not exist are zero."""
-
-    def disassemble(self, matrices: Tensor, count_by_rank: Tensor, received: Tensor) -> Tensor:
-        """The flat elements to send back, every row in the place where it was received; may overwrite `received`."""
-
-    def orthogonalize(self, received: Tensor, count_by_rank: Tensor, orthogonalizer: Orthogonalizer) -> Tensor:
-        """The flat elements to send back, orthogonalized; may overwrite `received`."""
-
-
-@dataclass(frozen=True)
-class RowAssembly:
-    """Whole matrices of rows that lie on several ranks, in rank order, hence in global row order."""
-
-    plan: SlotPlan
-
-    def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
-        plan = self.plan
-        rows = received.view(-1, plan.bucket.shape[1])
-        return collect(rows, count_by_rank, plan.tables.start, plan.bucket.total_rows, plan.bucket.owned_index)
-
-    def disassemble(self, matrices: Tensor, count_by_rank: Tensor, received: Tensor) -> Tensor:
-        rows = received.view(-1, self.plan.bucket.shape[1])
-        spread_(rows, matrices, count_by_rank, self.plan.tables.start, self.plan.bucket.owned_index)
-        return received
-
-    def orthogonalize(self, received: Tensor, count_by_rank: Tensor, orthogonalizer: Orthogonalizer) -> Tensor:
-        plan = self.plan
-        rows = received.view(-1, plan.bucket.shape[1])
-        results = orthogonalize_rows(
-            orthogonalizer, rows, count_by_rank, plan.tables.start, plan.bucket.total_rows, plan.bucket.owned_index
-        )
-        return self.disassemble(results, count_by_rank, received)
+    Args:
+        plan: of the step.
+        received: flat; may be overwritten.
+        count_by_rank: (W, N) int64, the rows that every rank has sent of every matrix, which lie first in its slots.
+        orthogonalizer: gets (B, T, C) matrices, in rank order, hence in global row order, or joined by columns.
+    """
+    bucket = plan.bucket
+    if bucket.layout.axis is Axis.COLUMNS:
+        return _orthogonalize_columns(plan, received, count_by_rank, orthogonalizer)
+    rows, start, owned = received.view(-1, bucket.shape[1]), plan.tables.start, bucket.owned_index
+    results = orthogonalize_rows(orthogonalizer, rows, count_by_rank, start, bucket.total_rows, owned)
+    spread_(rows, results, count_by_rank, start, owned)
+    return received
 
 
-@dataclass(frozen=True)
-class ColumnAssembly:
-    """Whole matrices of columns that lie on several ranks: each sends the same rows, its columns of them."""
-
-    plan: SlotPlan
-
-    def assemble(self, received: Tensor, count_by_rank: Tensor) -> Tensor:
-        pieces = split(received, self.plan.elements_received)
-        matrices = torch.cat([piece.view(self._shape(rank)) for rank, piece in enumerate(pieces)], dim=2)
-        count = count_by_rank[0].index_select(0, self.plan.bucket.owned_index)
-        row = torch.arange(self.plan.bucket.total_rows, device=received.device)
-        return matrices.masked_fill_((row >= count[:, None])[:, :, None], 0)
-
-    def orthogonalize(self, received: Tensor, count_by_rank: Tensor, orthogonalizer: Orthogonalizer) -> Tensor:
-        return self.disassemble(orthogonalizer(self.assemble(received, count_by_rank)), count_by_rank, received)
-
-    def disassemble(self, matrices: Tensor, count_by_rank: Tensor, received: Tensor) -> Tensor:
-        widths = [self._shape(rank)[2] for rank in range(len(count_by_rank))]
-        return torch.cat([piece.flatten() for piece in torch.split_with_sizes(matrices, widths, dim=2)])
-
-    def _shape(self, rank: int) -> tuple[int, int, int]:
-        bucket = self.plan.bucket
-        return len(bucket.owned(self.plan.rank)), bucket.total_rows, bucket.layout.columns(rank)
-
-
-def assembly(plan: SlotPlan) -> Assembly:
-    """The assembly that fits the axis that is split."""
-    return ColumnAssembly(plan) if plan.bucket.layout.axis is Axis.COLUMNS else RowAssembly(plan)
+def _orthogonalize_columns(
+    plan: SlotPlan, received: Tensor, count_by_rank: Tensor, orthogonalizer: Orthogonalizer
+) -> Tensor:
+    """Every rank has sent the same rows, its columns of them."""
+    bucket = plan.bucket
+    owned, total = len(bucket.owned(plan.rank)), bucket.total_rows
+    widths = [bucket.layout.columns(rank) for rank in range(len(count_by_rank))]
+    pieces = split(received, plan.elements_received)
+    shaped = [piece.view(owned, total, width) for piece, width in zip(pieces, widths, strict=True)]
+    matrices = torch.cat(shaped, dim=2)
+    count = count_by_rank[0].index_select(0, bucket.owned_index)
+    row = torch.arange(total, device=received.device)
+    matrices.masked_fill_((row >= count[:, None])[:, :, None], 0)
+    results = orthogonalizer(matrices)
+    del matrices, pieces, shaped
+    return torch.cat([piece.flatten() for piece in torch.split_with_sizes(results, widths, dim=2)])
 
 
 class SlotExchange(Exchange):
@@ -282,13 +251,13 @@ class SlotExchange(Exchange):
         return Rows(values, self.plan.slot)
 
     def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
-        group, whole = self.bucket.group, assembly(self.plan)
+        group = self.bucket.group
         sent, received = self.plan.elements_sent, self.plan.elements_received
         arrived = rows.values.new_empty(sum(received))
         handle = group.all_to_all(arrived, rows.values[:-1].flatten(), received, sent)
         yield
         handle.wait()
-        answer = whole.orthogonalize(arrived, selection.count_by_rank, orthogonalizer)
+        answer = orthogonalize_received(self.plan, arrived, selection.count_by_rank, orthogonalizer)
         # Results come back into the buffer that the rows left in: one less is needed.
         handle = group.all_to_all(rows.values[:-1].flatten(), answer, sent, received)
         yield

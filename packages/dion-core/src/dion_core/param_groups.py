@@ -1,6 +1,21 @@
 """Sorts a model's parameters into groups: hidden matrices for the matrix algorithm, the rest for AdamW or Lion.
 
 `param_rules` has the rules; here overrides are applied, groups are made, and a table shows what went where.
+
+Example: norms and biases left undecayed, and a router as a matrix:
+
+    >>> groups = param_groups_for(
+    ...     model,
+    ...     lr=0.02,
+    ...     elementwise={"lr": 1e-3},
+    ...     overrides={
+    ...         "*.bias": {"weight_decay": 0.0},
+    ...         "*norm*": {"weight_decay": 0.0},
+    ...         "*.router.weight": "matrix",
+    ...     },
+    ... )
+    >>> print(groups)
+    >>> optimizer = NorDion2(groups)
 """
 
 from __future__ import annotations
@@ -85,40 +100,20 @@ def param_groups_for(
 ) -> ParamGroups:
     """Groups with every trainable parameter of the model once, under its name; printed, a table of what went where.
 
-    Matrices of hidden layers go to the matrix algorithm. Embeddings, the output head, norms, biases, everything below
-    2-D and what the optimizers do not take as a matrix yet go to AdamW, and so does what may or may not be a hidden
-    matrix: the table says why, `overrides` corrects it. The rules are in `dion_core.param_rules`. Nothing is read but
-    names, types and shapes, so that a model on the meta device, sharded or compiled is sorted alike; an optimizer
-    wants the groups of the model as it will be trained, after `fully_shard`. Parameters that are frozen now are in no
-    group.
+    Matrices of hidden layers go to the matrix algorithm, everything else to AdamW, and so does what may or may not be a
+    hidden matrix: the table says why, `overrides` corrects it. Parameters that are frozen now are in no group. Nothing
+    is read but names, types and shapes, so that a model on the meta device, sharded or compiled is sorted alike; an
+    optimizer wants the groups of the model as it will be trained, after `fully_shard`.
 
     Args:
         model: any module; names are those in a model without wrappers (DDP, torch.compile, checkpointing).
         lr: of the matrices; None leaves it to the optimizer.
         elementwise: options of everything else, beside {"algorithm": "adamw", "lr": 3e-4}. Lion needs an lr.
-        overrides: by pattern of names (as in `fnmatch`; a tied tensor has several), an algorithm ("matrix", "adamw",
-            "lion"), or group options, which may have an "algorithm" among them. Every pattern that matches is applied,
-            so that later ones win.
+        overrides: by pattern of names (as in `fnmatch`; a tied tensor has several), an algorithm or group options.
+            Every pattern that matches is applied, so that later ones win.
 
     Raises:
-        ValueError: a pattern matches no trainable parameter, an option is not allowed, a Lion group has no lr, or a
-            parameter of a lazy module has no shape yet; by name.
-
-    Example:
-        With norms and biases left undecayed, and a router as a matrix:
-
-        >>> groups = param_groups_for(
-        ...     model,
-        ...     lr=0.02,
-        ...     elementwise={"lr": 1e-3},
-        ...     overrides={
-        ...         "*.bias": {"weight_decay": 0.0},
-        ...         "*norm*": {"weight_decay": 0.0},
-        ...         "*.router.weight": "matrix",
-        ...     },
-        ... )
-        >>> print(groups)
-        >>> optimizer = NorDion2(groups)
+        ValueError: a pattern matches nothing, an option is not allowed, a Lion group has no lr, or a shape is unknown.
     """
     wishes = _checked_wishes(lr, elementwise or {}, overrides or {})
     places = list(_places(model))

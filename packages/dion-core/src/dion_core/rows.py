@@ -137,8 +137,8 @@ def take_and_decay_(
 ) -> None:
     """Writes the chosen rows to their slots, in the wire's dtype, and decays them in the momentum.
 
-    With `nesterov` the row written is gradient + decay * momentum (a row of the gradient that holds a
-    non-finite value counts as zero). The decay is the error feedback: rows not chosen keep their momentum whole.
+    With `nesterov` the row written is gradient + decay * momentum (a row of the gradient that is not finite counts as
+    zero). The decay is the error feedback: rows not chosen keep their momentum whole.
 
     Args:
         momentum: N tensors (R, C); the chosen rows are multiplied by `decay` in place, rounded once.
@@ -154,9 +154,8 @@ def take_and_decay_(
         offered = min(selection.index.shape[1], state.shape[0])
         index, slot = selection.index[matrix, :offered], rows.slot[matrix, :offered]
         stored = state.index_select(0, index)
-        kept = stored.to(accumulation_dtype(stored.dtype))
+        kept = taken = stored.to(accumulation_dtype(stored.dtype))
         decayed = kept * decay
-        taken = kept
         if nesterov:
             taken = decayed
             if gradient is not None:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from dion_comm_capped.pool import Chunks, PoolTables
-from dion_core.kernels.launching import launch
+from dion_core.launching import launch
 from dion_core.rows import RowSelection
 
 DIGIT = 5

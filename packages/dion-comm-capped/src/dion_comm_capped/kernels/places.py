@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dion_comm_capped.pool import COUNT_BYTES, Chunks, PoolTables
-from dion_core.kernels.launching import cdiv, launch, power_of_two
+from dion_core.launching import cdiv, launch, power_of_two
 from dion_core.rows import RowSelection
 
 BLOCK = 1024

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.kernels.launching import launch, power_of_two
+from dion_core.launching import launch, power_of_two
 from dion_core.layout import Axis, RowTables
 from dion_core.rows import SKIPPED_SCORE, RowSelection
 
@@ -261,31 +261,11 @@ def _choose(
     if block > MOST_KEYS:
         block = KEYS_AT_A_TIME
     launch(
-        _choose_kernel,
-        num_matrices,
-        scores.device,
-        scores.contiguous(),
-        active.contiguous(),
-        tables.rank_of_row if split and not local else index,
-        tables.num_rows,
-        index,
-        count_by_rank,
-        ratio,
-        age,
-        num_matrices,
-        group.size,
-        group.rank,
-        num_rows,
-        total,
-        num_slots,
+        _choose_kernel, num_matrices, scores.device, scores.contiguous(), active.contiguous(),
+        tables.rank_of_row if split and not local else index, tables.num_rows, index, count_by_rank, ratio, age,
+        num_matrices, group.size, group.rank, num_rows, total, num_slots,
+        LOCAL=local, SPLIT=split, BITS=8 * scores.itemsize - 1, DIGIT=DIGIT, WHOLE=num_rows <= block, BLOCK=block,
+        CHUNK=min(block, CHUNK), RANKS=power_of_two(group.size + 1),
         warps=min(max(block // KEYS_A_WARP, 4), 32),
-        LOCAL=local,
-        SPLIT=split,
-        BITS=8 * scores.itemsize - 1,
-        DIGIT=DIGIT,
-        WHOLE=num_rows <= block,
-        BLOCK=block,
-        CHUNK=min(block, CHUNK),
-        RANKS=power_of_two(group.size + 1),
-    )
+    )  # fmt: skip
     return RowSelection(index, count_by_rank[group.rank], count_by_rank, ratio, age)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.kernels.launching import cdiv, launch, power_of_two
+from dion_core.launching import cdiv, launch, power_of_two
 from dion_core.matrices import ALIGNMENT
 
 ROWS = 8

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dion_core.kernels.launching import cdiv, launch
+from dion_core.launching import cdiv, launch
 from dion_core.matrices import Matrices
 from dion_core.rows import RowSelection
 

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.kernels.launching import buffer, buffer_row, cdiv, launch, offset, on_device, power_of_two
+from dion_core.kernels.addressing import buffer, buffer_row, offset, on_device
 from dion_core.kernels.rows import entries, row_block
+from dion_core.launching import cdiv, launch, power_of_two
 from dion_core.matrices import Matrices
 from dion_core.neurons import NEURON_EPSILON
 from dion_core.rows import Rows, RowSelection

@@ -1,6 +1,6 @@
 """The row operations of `dion_core.rows` in Triton, each one launch for all matrices of a bucket.
 
-A program serves one row. Dtypes are those in `launching.DTYPES`; arithmetic is in fp32 and rounded once. Sums over
+A program serves one row. Dtypes are those in `addressing.DTYPES`; arithmetic is in fp32 and rounded once. Sums over
 a row run in fp64: they are exact for half-precision values unless magnitudes in a row lie more than 2^29 apart, so
 that how a row lies in memory, or how many threads sum it, does not show.
 
@@ -14,18 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.kernels.launching import (
-    VECTOR,
-    buffer,
-    buffer_row,
-    cdiv,
-    launch,
-    offset,
-    on_device,
-    operand,
-    power_of_two,
-    row_start,
-)
+from dion_core.kernels.addressing import VECTOR, buffer, buffer_row, offset, on_device, operand, row_start
+from dion_core.launching import cdiv, launch, power_of_two
 from dion_core.matrices import Matrices
 from dion_core.rows import SKIPPED_SCORE, Rows, RowSelection
 

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.kernels.launching import buffer, buffer_row, cdiv, launch, offset, on_device, operand, row_start
+from dion_core.kernels.addressing import buffer, buffer_row, offset, on_device, operand, row_start
 from dion_core.kernels.rows import entries, row_block
+from dion_core.launching import cdiv, launch
 from dion_core.matrices import Matrices
 from dion_core.rows import Rows, RowSelection
 

@@ -1,4 +1,4 @@
-"""Newton-Schulz on normalized float16 matrices on a Hopper GPU, in one launch or a few.
+"""Newton-Schulz on a Hopper GPU: normalization to float16 in two launches, and the products in one or a few.
 
 Legend: B matrices of R rows and C columns, m the shorter side and n the longer one, S segments.
 """
@@ -10,13 +10,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from dion_core.launching import cdiv, launch
 from dion_core.newton_schulz_kernels.choices import Choice, choose
-from dion_core.newton_schulz_kernels.launch import launch
 from dion_core.newton_schulz_kernels.listing import Coefficients, Kind, list_products
 from dion_core.newton_schulz_kernels.normalize import normalize, normalize_rows
 from dion_core.newton_schulz_kernels.products import products_kernel
@@ -27,7 +26,7 @@ Segments = tuple[tuple[Coefficients, ...], ...]
 
 
 def runs_on(device: torch.device, rows: int, columns: int) -> bool:
-    """Whether `iterate` can be used: on Hopper, for sizes that the copy engine can address."""
+    """Whether this module can be used: on Hopper, for sizes that the copy engine can address."""
     return rows % 8 == 0 and columns % 8 == 0 and _properties(device.index).capability == (9, 0)
 
 
@@ -160,14 +159,11 @@ def _run(x: Tensor, segments: Segments, choice: Choice, dtype: torch.dtype | Non
     addresses = (x.data_ptr(), out.data_ptr(), work.data_ptr())
     sizes = (copies, batch, rows, columns, plan.buffers)
     launch(
-        products_kernel,
-        (min(plan.total, _properties(device.index).multiprocessors), 1),
-        [*_describe(addresses, sizes, dtype, choice), plan.table, counters, plan.total, batch, m, n],
-        (choice.wide, choice.depth, choice.band, tall, choice.stages),
-        key=dtype or torch.float16,
-        device=device,
-        num_warps=4,
-    )
+        products_kernel, min(plan.total, _properties(device.index).multiprocessors), device,
+        *_describe(addresses, sizes, dtype, choice), plan.table, counters, plan.total, batch, m, n,
+        WIDE=choice.wide, TK=choice.depth, BAND=choice.band, TALL=tall, STAGES=choice.stages,
+        told=dtype or torch.float16, warps=4, contracted=True,
+    )  # fmt: skip
     return work[plan.last] if dtype is None else out
 
 
@@ -240,11 +236,11 @@ def _properties(index: int) -> _Properties:
 
 def _triangle(m: int, wide: int) -> int:
     """Tiles of a symmetric product of one matrix."""
-    count = triton.cdiv(m, _BLOCK)
+    count = cdiv(m, _BLOCK)
     squares = count // wide
-    return int(wide * squares * (squares + 1) // 2 + count % wide * (squares + 1))
+    return wide * squares * (squares + 1) // 2 + count % wide * (squares + 1)
 
 
 def _rectangle(rows: int, columns: int, wide: int) -> int:
     """Tiles of Q X or X Q of one matrix."""
-    return int(triton.cdiv(rows, _BLOCK) * triton.cdiv(columns, _BLOCK * wide))
+    return cdiv(rows, _BLOCK) * cdiv(columns, _BLOCK * wide)

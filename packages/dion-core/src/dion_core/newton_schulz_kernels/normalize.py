@@ -12,16 +12,14 @@ Legend: B matrices of R rows and C columns, S rows of a buffer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.newton_schulz_kernels.launch import launch
+from dion_core.launching import cdiv, launch, power_of_two
 
 _BLOCK = 8192
 
@@ -125,40 +123,21 @@ def normalize_rows(buffer: Tensor, place: Tensor, *, out: Tensor) -> Tensor:
         out: (B, R, C), contiguous, of any of these dtypes; none of the sizes 0.
     """
     batch, rows, columns = out.shape
-    block = min(triton.next_power_of_2(columns), _BLOCK)
-    blocks = triton.cdiv(columns, block)
-    stats = min(triton.next_power_of_2(rows), 1024)
+    block = min(power_of_two(columns), _BLOCK)
+    blocks = cdiv(columns, block)
+    stats = min(power_of_two(rows), 1024)
     # Each program that scales sums up the norms of its matrix once: fewer programs where there are many rows.
     own = 8 if rows > 512 else 2
     norms = torch.empty((2, batch * rows), dtype=torch.float32, device=out.device)
     largest, squares = norms.unbind()
     warps = 4 if block <= 2048 else 8
-    _launch(
-        _row_norms_kernel,
-        (batch * rows, 1),
-        [buffer, place, largest, squares, columns // 8],
-        (block, blocks),
-        warps=warps,
-    )
-    _launch(
-        _normalize_kernel,
-        (triton.cdiv(rows, own), batch),
-        [buffer, place, out, largest, squares, rows, columns // 8],
-        (block, blocks, stats, triton.cdiv(rows, stats), own),
-        warps=warps,
-    )
+    launch(
+        _row_norms_kernel, batch * rows, out.device, buffer, place, largest, squares, columns // 8,
+        BLOCK=block, BLOCKS=blocks, warps=warps, contracted=True,
+    )  # fmt: skip
+    launch(
+        _normalize_kernel, cdiv(rows, own), out.device, buffer, place, out, largest, squares, rows, columns // 8,
+        BLOCK=block, BLOCKS=blocks, STATS=stats, STAT_BLOCKS=cdiv(rows, stats), ROWS=own,
+        second=batch, warps=warps, contracted=True,
+    )  # fmt: skip
     return out
-
-
-def _launch(
-    kernel: Any, grid: tuple[int, int], arguments: Sequence[Any], constants: tuple[int, ...], *, warps: int
-) -> None:
-    """Launches a kernel whose first argument is the input."""
-    device = arguments[0].device
-    if device.type == "cpu":  # Triton's interpreter
-        kernel[grid](*arguments, *constants, num_warps=warps)
-        return
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    # Loads and stores are wide only where addresses are multiples of 16.
-    key = tuple((tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
-    launch(kernel, grid, arguments, constants, key=key, device=device, num_warps=warps)
