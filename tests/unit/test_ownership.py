@@ -12,7 +12,7 @@ import torch
 from dion_comm_nccl import FullShard, LocalTopRows
 from dion_core.collectives import Group, SoloGroup
 from dion_core.layout import Axis, split_layout
-from dion_core.ownership import PARTS, SMALLEST_PART, assign_owners, cut, newton_schulz_cost
+from dion_core.ownership import PARTS, SMALLEST_PART, assign_owners, cut, imbalance, newton_schulz_cost
 from dion_core.planning import block_assignment_payload
 from dion_core.selection import GlobalRows, LocalRows, Selector
 from dion_core.transport import Bucket, Transport
@@ -59,6 +59,15 @@ def test_fewer_matrices_than_ranks(costs: list[int], size: int) -> None:
     assert len(set(owners)) == len(costs)
     for load in loads.values():
         assert sorted(load) == sorted(costs + [0] * (size - len(costs)))
+
+
+@pytest.mark.parametrize(("load", "expected"), [([5], 1.0), ([3, 3], 1.0), ([6, 2, 1], 2.0), ([4, 0, 0, 0], 4.0)])
+def test_the_imbalance_is_the_largest_load_over_the_mean(load: list[int], expected: float) -> None:
+    assert imbalance(load) == expected
+
+
+def test_no_load_is_balanced() -> None:
+    assert imbalance([0, 0, 0]) == 1.0
 
 
 def test_one_running_load_over_all_shapes() -> None:

@@ -213,7 +213,9 @@ def test_the_plan_of_several_ranks(transport: Transport, forward: list[int]) -> 
     for rank, report in enumerate(reports):
         rows, columns = report["buckets"]
         assert report["transport"] == {"name": "a transport", "options": repr(transport), "reason": "for a test"}
-        assert report["owner_load"] == [{"ranks": [8, 9, 10, 11], "cost": [large, large, large, 2 * small]}]
+        (load,) = report["owner_load"]
+        assert (load["ranks"], load["cost"]) == ([8, 9, 10, 11], [large, large, large, 2 * small])
+        assert load["imbalance"] == pytest.approx(1.2)  # 96 of a mean of (3 * 96 + 32) / 4 = 80
         assert (rows["owners"], columns["owners"]) == ([0, 1, 2], [3, 3])
         assert (rows["axis"], columns["axis"]) == ("rows", "columns")
         assert (rows["wire_dtype"], columns["wire_dtype"]) == ("bfloat16", "float32")

@@ -44,6 +44,15 @@ def assign_owners(costs: Sequence[int], groups: Sequence[Group]) -> tuple[list[i
     return owners, loads
 
 
+def imbalance(load: Sequence[int]) -> float:
+    """How many times the mean load of a rank the largest is; 1.0 where there is no load.
+
+    The largest load is what all ranks wait for, so 1.0 is the best that any assignment can do: loads 8, 8, 8, 2 have
+    a mean of 6.5 and an imbalance of 1.23.
+    """
+    return max(load) * len(load) / sum(load) if sum(load) else 1.0
+
+
 def cut(owners: Sequence[int], cost: int, load: Sequence[int]) -> list[int]:
     """The part of a bucket that each matrix goes to, 0 for those of a bucket that stays whole.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dion_core.buckets import MatrixBucket
+from dion_core.ownership import imbalance
 from dion_core.pipeline import BUCKETS_IN_FLIGHT
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan
@@ -52,7 +53,10 @@ def make_report(
     return {
         "transport": transport,
         "buckets": buckets,
-        "owner_load": [{"ranks": list(ranks), "cost": list(load)} for ranks, load in plan.loads.items()],
+        "owner_load": [
+            {"ranks": list(ranks), "cost": list(load), "imbalance": imbalance(load)}
+            for ranks, load in plan.loads.items()
+        ],
         "bytes_per_step": sum(bucket["traffic"]["bytes"] for bucket in buckets),
         "workspace_bytes": _workspace(plan, buckets),
         "host_reads_per_step": plan.session.host_reads if plan.session is not None else 0,
