@@ -7,6 +7,8 @@ Prints the table of docs/transports.md, and with --write puts it there. No matri
 
 from __future__ import annotations
 
+from statistics import mean
+
 import torch
 
 from benchmarks.inventories import INVENTORIES
@@ -22,10 +24,10 @@ from dion_core.transport import Bucket, Scope, Transport
 FRACTION = 0.25
 
 
-def mean_payload(shapes: dict[tuple[int, int], int], world_size: int, transport: Transport, scope: Scope) -> float:
-    """Bytes a rank sends in a step, both ways, on average over the ranks, from the real plan."""
+def payloads(shapes: dict[tuple[int, int], int], world_size: int, transport: Transport, scope: Scope) -> list[int]:
+    """Bytes that every rank sends in a step, both ways, to itself too, from the real plan."""
     rule = selector(scope, FRACTION, Axis.ROWS)
-    total = 0
+    sent = []
     for rank in range(world_size):
         group = SoloGroup(rank, world_size, tuple(range(world_size)))
         matrices = [split_layout(group, Axis.ROWS, shape) for shape, count in shapes.items() for _ in range(count)]
@@ -39,8 +41,8 @@ def mean_payload(shapes: dict[tuple[int, int], int], world_size: int, transport:
             sizes = (most, rule.total(layout, 0), torch.bfloat16, torch.device("cpu"))
             buckets.append(Bucket(layout.stack(count), owned, *sizes, name=f"{count} x {shape}"))
             first += count
-        total += sum(exchange.traffic().num_bytes for exchange in transport.open(buckets).exchanges)
-    return total / world_size
+        sent.append(sum(exchange.traffic().num_bytes for exchange in transport.open(buckets).exchanges))
+    return sent
 
 
 def table() -> str:
@@ -54,8 +56,8 @@ def table() -> str:
     for name, shapes in INVENTORIES.items():
         for world_size in (4, 8, 16):
             ours = [
-                mean_payload(shapes, world_size, FullShard(), "global"),
-                mean_payload(shapes, world_size, LocalTopRows(), "local"),
+                mean(payloads(shapes, world_size, FullShard(), "global")),
+                mean(payloads(shapes, world_size, LocalTopRows(), "local")),
             ]
             blocks = [
                 block_assignment_payload(shapes, world_size, way, fraction=FRACTION, element_bytes=2)
