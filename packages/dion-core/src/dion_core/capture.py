@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dion_core.buckets import stable_repr
 from dion_core.layout import Axis
-from dion_core.operands import SCALARS, Operands, State
+from dion_core.operands import SCALARS, Operands, States
 from dion_core.placements import local_part
 from dion_core.plan import Plan
 
@@ -97,7 +97,7 @@ def check_capturable(plan: Plan, *, nonfinite: str) -> None:
         raise ValueError('a step cannot be captured with nonfinite="skip"; nonfinite="rows" is allowed')
 
 
-def form(plan: Plan, operands: Sequence[Operands], state: State) -> Hashable:
+def form(plan: Plan, operands: Sequence[Operands], state: States) -> Hashable:
     """All that the device work of a step depends on beside what it reads from the device."""
     live = ("params", *SCALARS)
     options = [tuple((name, stable_repr(v)) for name, v in group.items() if name not in live) for group in plan.groups]

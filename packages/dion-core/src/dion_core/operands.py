@@ -25,7 +25,7 @@ logger = logging.getLogger("dion_core")
 
 _LOCAL, _MOMENTUM, _SECOND_MOMENT = attrgetter("_local_tensor"), itemgetter("momentum"), itemgetter("second_moment")
 
-State = Mapping[Tensor, Mapping[str, Any]]
+States = Mapping[Tensor, Mapping[str, Any]]
 Gradients = Sequence[Tensor | None]
 
 SCALARS = ("lr", "weight_decay", "momentum", "beta2")
@@ -73,7 +73,7 @@ class StepOperands:
         self._tables = [_DeviceTable([buckets[n] for n in of_device], of_device) for of_device in numbers.values()]
         self._sources: list[_Source] = []
 
-    def of_step(self, state: State, gradients: Sequence[Gradients]) -> list[Operands]:
+    def of_step(self, state: States, gradients: Sequence[Gradients]) -> list[Operands]:
         """The operands of the coming step, with their addresses and options on the device.
 
         Args:
@@ -154,7 +154,7 @@ class _DeviceTable:
 class _Source:
     """Where the operands of one bucket come from in every step."""
 
-    def __init__(self, bucket: MatrixBucket, state: State) -> None:
+    def __init__(self, bucket: MatrixBucket, state: States) -> None:
         self._bucket = bucket
         self._parameters = [member.parameter for member in bucket.members]
         self._states = [state[parameter] for parameter in self._parameters]

@@ -16,7 +16,7 @@ from torch import Tensor
 from dion_core.buckets import MatrixBucket
 from dion_core.collectives import Group, split
 from dion_core.layout import Axis
-from dion_core.operands import Gradients, Operands, State
+from dion_core.operands import Gradients, Operands, States
 from dion_core.ops import accumulate_, take_and_decay_, update_, wait_, with_age
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan
@@ -58,7 +58,7 @@ def step_matrices(plan: Plan, operands: Sequence[Operands], presence: Presence) 
     interleave(stages, in_flight=BUCKETS_IN_FLIGHT)
 
 
-def agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients], state: State) -> list[Gradients]:
+def agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients], state: States) -> list[Gradients]:
     """The gradients, a row that one rank would leave out being NaN on all ranks that hold its columns. Collective.
 
     Only column-split matrices need it, whose rows no rank sees whole; all of a group share one message.

@@ -1,6 +1,6 @@
-"""What all kernels on rows share: where the columns of a row lie, and scalars on the device.
+"""What the kernels on rows share: where rows and their columns lie, in what blocks they are read, and scalars.
 
-Legend: N matrices of a bucket, R local rows and C local columns of one, S rows of a buffer.
+Legend: N matrices of a bucket, R local rows and C local columns of one, K slots a matrix, S rows of a buffer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dion_core.launching import cdiv, power_of_two
 from dion_core.matrices import ALIGNMENT, Matrices
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -76,7 +77,20 @@ def buffer(values: Tensor) -> tuple[Tensor, int, int, int]:
     return values, stride, step, access(even, step)
 
 
-def on_device(value: float | Tensor, device: torch.device) -> Tensor:
+def entries(table: Tensor) -> tuple[Tensor, int]:
+    """An (N, K) table with adjacent entries, and the elements from one matrix to the next (0 for one that repeats)."""
+    if table.shape[1] > 1 and table.stride(1) != 1:
+        table = table.contiguous()
+    return table, table.stride(0)
+
+
+def row_block(columns: int) -> tuple[int, int]:
+    """(columns of a block, warps) for a program that goes through a row in blocks and keeps nothing of them."""
+    warps = min(4, power_of_two(cdiv(columns, 32 * 2 * VECTOR)))
+    return warps * 32 * 2 * VECTOR, warps
+
+
+def device_scalar(value: float | Tensor, device: torch.device) -> Tensor:
     """A 0-dim tensor on the device: `value` itself if it is one, so that a captured graph sees it change."""
     if isinstance(value, Tensor) and value.device == device:
         return value

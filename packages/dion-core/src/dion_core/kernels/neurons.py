@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.kernels.addressing import buffer, buffer_row, offset, on_device
-from dion_core.kernels.rows import entries, row_block
+from dion_core.kernels.addressing import buffer, buffer_row, device_scalar, entries, offset, row_block
 from dion_core.launching import cdiv, launch, power_of_two
 from dion_core.matrices import Matrices
 from dion_core.neurons import NEURON_EPSILON
@@ -144,7 +143,7 @@ def _factors(
     launch(
         _factors_kernel, num_matrices * max(slots, 1), device, *values,
         second_moment.addresses, second_moment.stride[0], *entries(selection.index),
-        selection.count, selection.count.stride(0), on_device(beta2, device),
+        selection.count, selection.count.stride(0), device_scalar(beta2, device),
         factor, message, num_matrices, slots,
         COLUMNS=columns, BLOCK=block, warps=row_block(columns)[1] if block else 1,
     )  # fmt: skip

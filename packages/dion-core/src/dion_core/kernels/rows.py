@@ -14,7 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.kernels.addressing import VECTOR, buffer, buffer_row, offset, on_device, operand, row_start
+from dion_core.kernels.addressing import (
+    VECTOR,
+    buffer,
+    buffer_row,
+    device_scalar,
+    entries,
+    offset,
+    operand,
+    row_block,
+    row_start,
+)
 from dion_core.launching import cdiv, launch, power_of_two
 from dion_core.matrices import Matrices
 from dion_core.rows import SKIPPED_SCORE, Rows, RowSelection
@@ -33,12 +43,6 @@ def row_pieces(columns: int) -> tuple[int, int, int]:
     warps = min(16, power_of_two(cdiv(columns, 32 * 40)))
     piece = warps * 32 * VECTOR
     return piece, cdiv(columns, piece) if columns <= LONGEST else 0, warps
-
-
-def row_block(columns: int) -> tuple[int, int]:
-    """(columns of a block, warps) for a program that goes through a row in blocks and keeps nothing of them."""
-    warps = min(4, power_of_two(cdiv(columns, 32 * 2 * VECTOR)))
-    return warps * 32 * 2 * VECTOR, warps
 
 
 @triton.jit
@@ -207,13 +211,6 @@ def take_and_decay_(
     launch(
         _take_and_decay_kernel, len(momentum) * slots, device, *operand(momentum), *operand(gradients),
         *buffer(rows.values), *entries(selection.index), *entries(rows.slot), selection.count,
-        selection.count.stride(0), on_device(decay, device), slots,
+        selection.count.stride(0), device_scalar(decay, device), slots,
         COLUMNS=columns, NESTEROV=nesterov, MAXIMIZE=maximize, BLOCK=block, warps=warps,
     )  # fmt: skip
-
-
-def entries(table: Tensor) -> tuple[Tensor, int]:
-    """An (N, K) table with adjacent entries, and the elements from one matrix to the next (0 for one that repeats)."""
-    if table.shape[1] > 1 and table.stride(1) != 1:
-        table = table.contiguous()
-    return table, table.stride(0)

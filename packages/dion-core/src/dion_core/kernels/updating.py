@@ -10,8 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dion_core.kernels.addressing import buffer, buffer_row, offset, on_device, operand, row_start
-from dion_core.kernels.rows import entries, row_block
+from dion_core.kernels.addressing import (
+    buffer,
+    buffer_row,
+    device_scalar,
+    entries,
+    offset,
+    operand,
+    row_block,
+    row_start,
+)
 from dion_core.launching import cdiv, launch
 from dion_core.matrices import Matrices
 from dion_core.rows import Rows, RowSelection
@@ -104,7 +112,7 @@ def update_(
     """Decays the parameters and subtracts the chosen rows, computed in fp32 and rounded once."""
     num_matrices, (num_rows, columns) = len(parameters), parameters.shape
     device = parameters.addresses.device
-    learning_rate, weight_decay = on_device(learning_rate, device), on_device(weight_decay, device)
+    learning_rate, weight_decay = device_scalar(learning_rate, device), device_scalar(weight_decay, device)
     place = torch.empty(num_matrices, num_rows, dtype=torch.int64, device=device)
     factor = torch.empty(num_matrices, num_rows, dtype=torch.float32, device=device)
     blocks = cdiv(num_rows, _BLOCK)
