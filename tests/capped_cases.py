@@ -85,7 +85,7 @@ def plan_of(bucket: Bucket, seed: int, *, always_pack: bool) -> PoolPlan:
 
 
 def check_sending(bucket: Bucket, selection: RowSelection, plan: PoolPlan) -> Tensor:
-    """The kernels give the slots of the definition and write the same headers, and nothing else. Returns the buffer."""
+    """The kernels give the slots of the definition and write the same headers, nothing else. Returns the rows sent."""
     from dion_comm_capped.kernels import places as kernels
 
     tables, (to_owners, _) = PoolTables.of(bucket), plan.chunks()
@@ -94,13 +94,14 @@ def check_sending(bucket: Bucket, selection: RowSelection, plan: PoolPlan) -> Te
     expected = places.slots(selection, tables, to_owners, **rows)
     for one, other in zip(kernels.slots(*there, **rows), expected, strict=True):
         assert_same(one, other)
-    values = torch.full((rows["sent_rows"] + 1, bucket.shape[1]), 7.0, dtype=bucket.dtype)
+    # Of one column of bf16 a count takes two rows.
+    values = torch.full((rows["sent_rows"] + 2, bucket.shape[1]), 7.0, dtype=bucket.dtype)
     headed = values.to(device())
     places.write_headers_(values, selection.count, tables, to_owners)
     kernels.write_headers_(headed, there[0].count, *there[1:])
-    sent = [each[:-1].contiguous().view(torch.uint8).cpu() for each in (headed, values)]
+    sent = [each[: rows["sent_rows"]].contiguous().view(torch.uint8).cpu() for each in (headed, values)]
     assert torch.equal(*sent)
-    return values
+    return values[: rows["sent_rows"]]
 
 
 def check_read_headers(bucket: Bucket, selection: RowSelection, plan: PoolPlan, arrived: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -98,3 +99,19 @@ def test_nothing_is_deferred_where_the_first_steps_have_no_gradient() -> None:
         row_bytes = shape[1] * 8
         assert sent[:2] == [64 * row_bytes] * 2, rank
         assert max(sent[2:]) < 56 * row_bytes, rank
+
+
+@pytest.mark.parametrize("always_pack", [False, True])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_rows_shorter_than_a_count(rows: int, always_pack: bool) -> None:
+    """One column of bf16 has two bytes, a count four: those without a header must not reach the rows that are sent."""
+    names, generator = [f"matrix{number}" for number in range(4)], torch.Generator().manual_seed(0)
+    values = [{name: torch.randn(rows, 1, generator=generator) for name in names} for _ in range(3)]
+    problem = Problem(values[0], values[1:]).to(torch.bfloat16)
+    packed, full = (
+        pool(2).run(train, Cell(problem, "NorDion2", "shard0", {"fraction": 0.25, "transport": transport}))
+        for transport in (Capped(always_pack=always_pack), "full")
+    )
+    for mine, exact in zip(packed, full, strict=True):
+        for (state, _), (expected, _) in zip(mine, exact, strict=True):
+            assert all(torch.equal(state[name], value) for name, value in expected.items())

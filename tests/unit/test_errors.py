@@ -115,6 +115,8 @@ def test_tensors_that_cannot_be_optimized() -> None:
             for dtype in (torch.int32, torch.complex64):
                 group = {"params": [("codes", torch.ones(4, 4, dtype=dtype))], "algorithm": algorithm}
                 refused(lambda kind=kind, group=group: kind([group]), "codes", str(dtype), "one of torch.float16")
+            expanded = {"params": [("shared", nn.Parameter(torch.ones(1, 4).expand(4, 4)))], "algorithm": algorithm}
+            refused(lambda kind=kind, group=expanded: kind([group]), "shared", "strides (0, 1)", "clone")
         refused(lambda kind=kind: kind([matrix() * 2]), "non-leaf")
         refused(lambda kind=kind: kind([matrix(), "weight"]), "parameter 1 of group 0", "str", kind=TypeError)
         refused(lambda kind=kind: kind(matrix()), "params", "[parameter]", kind=TypeError)

@@ -79,8 +79,9 @@ class PooledExchange(Exchange):
     def reserve(self, selection: RowSelection) -> Rows:
         bucket, sent, returned = self.bucket, sum(self.plan.forward_rows[0]), sum(self.plan.back_rows[0])
         slot, back = slots(selection, self.tables, self._to_owners, sent_rows=sent, returned_rows=returned)
-        # One row more than is sent takes what is not admitted.
-        values = torch.empty(sent + 1, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
+        # What is not admitted goes past the rows that are sent, and so does a count that has no header.
+        spare = -(-COUNT_BYTES // (bucket.shape[1] * bucket.dtype.itemsize))
+        values = torch.empty(sent + spare, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
         return PooledRows(values, slot, back)
 
     def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
@@ -88,9 +89,10 @@ class PooledExchange(Exchange):
         bucket, group, columns = self.bucket, self.bucket.group, self.bucket.shape[1]
         write_headers_(rows.values, selection.count, self.tables, self._to_owners)
         sent, received = ([size * columns for size in sizes] for sizes in self.plan.forward_rows)
+        leaving = rows.values.flatten()[: sum(sent)]
         # A few elements more, so that a count is read even where no pair has a header.
         arrived = rows.values.new_empty(sum(received) + COUNT_BYTES)
-        handle = group.all_to_all(arrived[:-COUNT_BYTES], rows.values[:-1].flatten(), received, sent)
+        handle = group.all_to_all(arrived[:-COUNT_BYTES], leaving, received, sent)
         yield
         handle.wait()
         limits = {"max_rows": bucket.max_rows, "total_rows": bucket.total_rows}

@@ -41,13 +41,13 @@ def write_headers_(values: Tensor, count: Tensor, tables: PoolTables, chunks: Ch
     """Writes the counts in front of the rows, bit-cast; bytes are copied, so that no value can become a NaN.
 
     Args:
-        values: (S, C) the send buffer, with one row more than is sent, in which anything may be written.
+        values: (S, C) the send buffer; past what is sent it has `COUNT_BYTES` at least, where anything may be written.
         count: (N,) int64, the rows admitted of every matrix.
         tables: of the bucket.
         chunks: to every owner.
     """
     counts = count.to(torch.int32).view(torch.uint8).view(-1, COUNT_BYTES)
-    # Where a pair is not packed there is no header: its count goes to the row that is not sent.
+    # Where a pair is not packed there is no header: its count goes past what is sent.
     spare = values.numel() * values.element_size() - COUNT_BYTES
     first = chunks.header_first[tables.owner]
     first = torch.where(first >= 0, first + COUNT_BYTES * tables.number, spare)

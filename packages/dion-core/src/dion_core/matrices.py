@@ -57,17 +57,20 @@ class Matrices(Sequence[Any]):
 
 
 def matrices(tensors: Sequence[Tensor | None], addresses: Tensor, like: Tensor) -> Matrices:
-    """The tensors as one operand; shape, dtype and strides are those of the first one, else of `like`.
+    """The tensors as one operand, without a copy where they have one dtype and one pair of strides.
 
     Args:
-        tensors: N tensors of one shape; those that differ in dtype or strides from the first are copied.
+        tensors: N tensors of one shape. Where they differ they become contiguous, in the dtype that holds all values.
         addresses: (N,) int64 of the tensors as returned, which may be written later than this is called.
         like: (R, C), what they are like where all are missing.
     """
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not alike(present):
+        # Not the first one's: its dtype may hold less than the others, and its elements may share memory.
+        wide = reduce(torch.promote_types, map(_DTYPE, present))
+        tensors = [None if tensor is None else tensor.to(wide).contiguous() for tensor in tensors]
     first = next((tensor for tensor in tensors if tensor is not None), like)
     stride, dtype = first.stride(), first.dtype
-    if not alike([tensor for tensor in tensors if tensor is not None]):
-        tensors = [None if tensor is None else _like(tensor, first) for tensor in tensors]
     places = starts(tensors)
     adjacent = stride[1] == 1 and stride[0] * first.itemsize % ALIGNMENT == 0
     aligned = adjacent and reduce(or_, places, 0) % ALIGNMENT == 0
@@ -93,10 +96,6 @@ def starts(tensors: Sequence[Tensor | None]) -> list[int]:
     if len(present) == len(tensors):
         return list(map(Tensor.data_ptr, present))
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def _like(tensor: Tensor, first: Tensor) -> Tensor:
-    return torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device).copy_(tensor)
 
 
 class DeviceNumbers:

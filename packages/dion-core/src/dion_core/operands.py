@@ -72,6 +72,7 @@ class StepOperands:
                 numbers.setdefault(bucket.bucket.device, []).append(number)
         self._tables = [_DeviceTable([buckets[n] for n in of_device], of_device) for of_device in numbers.values()]
         self._sources: list[_Source] = []
+        self._known: list[int] = []
 
     def of_step(self, state: States, gradients: Sequence[Gradients]) -> list[Operands]:
         """The operands of the coming step, with their addresses and options on the device.
@@ -80,8 +81,10 @@ class StepOperands:
             state: of the optimizer.
             gradients: of every bucket, its N gradients.
         """
-        if not self._sources:
-            self._sources = [_Source(bucket, state) for bucket in self._buckets]
+        # A parameter's state may be replaced as a whole; the sources keep the old one, so that its id is no other's.
+        entries = list(map(id, state.values()))
+        if entries != self._known:
+            self._sources, self._known = [_Source(bucket, state) for bucket in self._buckets], entries
         operands = [source.of_step(each) for source, each in zip(self._sources, gradients, strict=True)]
         for table in self._tables:
             on_device = table.of_step([operands[number] for number in table.numbers])

@@ -134,6 +134,8 @@ def check_parameter(parameter: Tensor, name: str, *, matrix: bool) -> None:
     if parameter.dtype not in DTYPES:
         allowed = ", ".join(str(dtype) for dtype in DTYPES if dtype is not None)
         raise ValueError(f"{name}: dtype {parameter.dtype} is not supported: one of {allowed} is needed")
+    if any(length > 1 and stride == 0 for length, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+        raise ValueError(f"{name}: strides {parameter.stride()}: elements share memory; give a copy (clone)")
     if matrix and parameter.ndim != 2:
         hint = 'give it to a group with algorithm="adamw" or "lion"'
         if parameter.ndim > 2:
