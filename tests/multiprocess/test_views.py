@@ -184,3 +184,24 @@ def test_copies_get_the_bits_of_separate_matrices(world_size: int) -> None:
 def test_split_columns_agree_with_separate_matrices() -> None:
     """Partial sums of the mean square of a row are added in another order, in float32: a rounding a step or two."""
     compare([Case(COLUMNS, optimizer) for optimizer in OPTIMIZERS], 3, 3e-6)
+
+
+def build_what_is_refused() -> list[str]:
+    """On every rank: the messages of two convolutions split along dimensions that are columns of the matrix."""
+    mesh, messages = whole_mesh(), []
+    for dim in (1, 3):
+        value = distribute_tensor(torch.ones(4, 6, 3, 3), mesh, [Shard(dim)], src_data_rank=None)
+        groups = [{"params": [("conv.weight", nn.Parameter(value))], "flatten": True}]
+        for kind in (dion_core.Muon, dion_core.NorDion2):
+            with pytest.raises(ValueError, match=r"conv\.weight") as caught:
+                kind(groups)
+            messages.append(str(caught.value))
+    return messages
+
+
+def test_shards_that_cut_flattened_columns_are_refused() -> None:
+    for messages in pool(2).run(build_what_is_refused):
+        assert [message.split(" of shape ")[0] for message in messages] == [
+            f"conv.weight: Shard({dim})" for dim in (1, 1, 3, 3)
+        ]
+        assert all("(4, 6, 3, 3) cuts the columns of the flattened matrix" in message for message in messages)

@@ -85,9 +85,9 @@ def param_groups_for(
 ) -> ParamGroups:
     """Groups with every trainable parameter of the model once, under its name; printed, a table of what went where.
 
-    Matrices of hidden layers go to the matrix algorithm. Embeddings, the output head, norms, biases, everything below
-    2-D and what the optimizers do not take as a matrix yet go to AdamW, and so does what may or may not be a hidden
-    matrix: the table says why, `overrides` corrects it. The rules are in `dion_core.param_rules`. Nothing is read but
+    Matrices of hidden layers, convolutions and experts go to the matrix algorithm. Embeddings, the output head, norms,
+    biases and everything below 2-D go to AdamW, and so does what may or may not be a hidden matrix: the table says why,
+    `overrides` corrects it. The rules are in `dion_core.param_rules`. Nothing is read but
     names, types and shapes, so that a model on the meta device, sharded or compiled is sorted alike; an optimizer
     wants the groups of the model as it will be trained, after `fully_shard`. Parameters that are frozen now are in no
     group.

@@ -142,10 +142,7 @@ def _linear(place: Place, heads: Mapping[str, str]) -> Verdict:
 
 
 def _matrix(kind: str, reason: str) -> Verdict:
-    """To the matrix algorithm, or, where the optimizers do not take this kind yet, away from it."""
-    if kind in MATRIX_KINDS:
-        return Verdict("matrix", reason, MATRIX_KINDS[kind])
-    return Verdict("elementwise", f"{reason}: not supported as matrix yet")
+    return Verdict("matrix", reason, MATRIX_KINDS[kind])
 
 
 def _is_linear(place: Place) -> bool:
