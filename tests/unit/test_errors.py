@@ -100,10 +100,9 @@ def test_a_transport_that_does_not_serve_the_scope() -> None:
 def test_parameters_that_are_not_matrices() -> None:
     hint = 'give it to a group with algorithm="adamw" or "lion"'
     for kind in OPTIMIZERS:
-        for shape in ((5,), (2, 3, 4), (2, 3, 4, 5)):
-            refused(lambda kind=kind, s=shape: kind([("layer.weight", matrix(*s))]), "layer.weight", str(shape), hint)
+        refused(lambda kind=kind: kind([("layer.weight", matrix(5))]), "layer.weight", "(5,)", hint)
         refused(lambda kind=kind: kind([nn.Parameter(torch.tensor(1.0))]), "parameter 0 of group 0", "()", hint)
-        refused(lambda kind=kind: kind([matrix(), matrix(2, 3, 4)]), "parameter 1 of group 0", "not supported yet")
+        refused(lambda kind=kind: kind([matrix(), matrix(5)]), "parameter 1 of group 0", "not a matrix")
         kind([{"params": [matrix(5), matrix(2, 3, 4), nn.Parameter(torch.tensor(1.0))], "algorithm": "adamw"}])
 
 
@@ -132,18 +131,6 @@ def test_a_tied_tensor() -> None:
             groups = [{"params": both[:1]}, {"params": both[1:], "algorithm": algorithm}]
             refused(lambda kind=kind, g=groups: kind(g), "embedding.weight", "head.weight", "tied tensor")
         refused(lambda kind=kind: kind([tied, tied]), "parameter 0 of group 0", "parameter 1 of group 0")
-
-
-@pytest.mark.parametrize(("key", "value"), [("num_heads", 4), ("split_sizes", (2, 1, 1)), ("flatten", True)])
-def test_keys_that_are_not_supported_yet(key: str, value: object) -> None:
-    for kind in OPTIMIZERS:
-        groups = [{"params": [matrix()], key: value}]
-        refused(lambda kind=kind, g=groups: kind(g), f"{key}={value!r} in parameter group 0", "not supported yet")
-        optimizer = kind([{"params": [matrix()], "algorithm": "adamw", key: value}])  # nothing to flatten there
-        assert optimizer.param_groups[0][key] == value
-        optimizer = kind([matrix()])
-        optimizer.param_groups[0][key] = value
-        refused(optimizer.step, f"{key}={value!r} in parameter group 0")
 
 
 def test_options_of_another_optimizer() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 
-from dion_core import Dion2, Muon, NorDion2, NorMuon, param_groups_for, param_rules
+from dion_core import Dion2, Muon, NorDion2, NorMuon, param_groups_for
 from dion_core.param_groups import ParamGroups
 from dion_core.param_rules import ELONGATED, THIN
 from tests.param_models import (
@@ -60,7 +60,7 @@ def test_every_parameter_is_in_exactly_one_group_under_its_name(make: Callable[[
     assert len(pairs) == len({id(parameter) for _, parameter in pairs})
     wanted = dict(model.named_parameters())
     assert {name: id(parameter) for name, parameter in pairs} == {name: id(one) for name, one in wanted.items()}
-    assert all(parameter.ndim == 2 for name, parameter in pairs if name in matrices_of(groups))
+    assert all(parameter.ndim >= 2 for name, parameter in pairs if name in matrices_of(groups))
 
 
 def test_layers_of_torch() -> None:
@@ -96,35 +96,33 @@ def test_gpt2_has_rows_that_are_inputs_and_a_tied_head() -> None:
     assert reason_of(groups, "transformer.h.*.mlp.c_fc.weight") == "Conv1D, rows are inputs"
 
 
-def test_convolutions_wait_for_support() -> None:
-    groups = param_groups_for(ConvNet())
-    assert matrices_of(groups) == {"projection.weight"}
-    assert reason_of(groups, "blocks.*.second.weight") == "Conv2d: not supported as matrix yet"
+def test_convolutions_are_flattened() -> None:
+    groups = param_groups_for(ConvNet(), lr=0.02)
+    inside = {f"blocks.{block}.{name}.weight" for block in range(2) for name in ("first", "second")}
+    assert matrices_of(groups) == {"stem.weight", "projection.weight", *inside}
+    assert options_of(groups, "blocks.0.first.weight") == {"algorithm": "matrix", "lr": 0.02, "flatten": True}
+    assert options_of(groups, "projection.weight") == {"algorithm": "matrix", "lr": 0.02}
+    assert reason_of(groups, "blocks.*.second.weight") == "Conv2d"
     assert reason_of(groups, "blocks.*.norm.weight") == "norm (BatchNorm2d)"
     assert reason_of(groups, "fc.weight") == "output head: the last linear layer"
+    groups = param_groups_for(ConvNet(), overrides={"stem.weight": "adamw"})
+    assert options_of(groups, "stem.weight") == {"algorithm": "adamw", "lr": 3e-4}
+    [bucket] = [each for each in Muon(groups).report()["buckets"] if "blocks.0.first.weight" in each["parameters"]]
+    assert bucket["shape"] == [16, 16 * 3 * 3]
 
 
-def test_experts_wait_for_support() -> None:
+def test_experts_are_matrices() -> None:
     groups = param_groups_for(MixtureOfExperts())
-    assert matrices_of(groups) == {f"layers.{layer}.shared.weight" for layer in range(3)}
-    assert reason_of(groups, "layers.*.experts.up") == "stack of 4 matrices: not supported as matrix yet"
+    weights = ("shared.weight", "experts.up", "experts.down")
+    assert matrices_of(groups) == {f"layers.{layer}.{weight}" for layer in range(3) for weight in weights}
+    assert options_of(groups, "layers.1.experts.up") == {"algorithm": "matrix", "flatten": False}
+    assert reason_of(groups, "layers.*.experts.up") == "stack of 4 matrices"
+    [bucket] = [each for each in Muon(groups).report()["buckets"] if each["shape"] == [64, 32]]
+    assert bucket["parameters"][:2] == ["layers.0.experts.up (slice 0)", "layers.0.experts.up (slice 1)"]
     assert reason_of(groups, "layers.*.experts.up_bias") == "bias"
     assert reason_of(groups, "layers.*.gate.weight") == "thin: low-rank factor, router or small head"
     assert reason_of(groups, "position") == "2-D of MixtureOfExperts: may not be a hidden matrix"
     assert reason_of(groups, "unembedding_matrix.weight").startswith("output head: as many outputs")
-
-
-def test_one_line_each_sends_convolutions_and_experts_to_the_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = {**param_rules.MATRIX_KINDS, "convolution": {"flatten": True}, "stack": {"flatten": False}}
-    monkeypatch.setattr(param_rules, "MATRIX_KINDS", kinds)
-    groups = param_groups_for(ConvNet(), lr=0.02)
-    assert options_of(groups, "blocks.0.first.weight") == {"algorithm": "matrix", "lr": 0.02, "flatten": True}
-    assert options_of(groups, "projection.weight") == {"algorithm": "matrix", "lr": 0.02}
-    groups = param_groups_for(MixtureOfExperts())
-    assert options_of(groups, "layers.1.experts.up") == {"algorithm": "matrix", "flatten": False}
-    assert algorithms(groups)["layers.1.experts.up_bias"] == "adamw"
-    groups = param_groups_for(ConvNet(), overrides={"stem.weight": "adamw"})
-    assert options_of(groups, "stem.weight") == {"algorithm": "adamw", "lr": 3e-4}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dion_comm_nccl import FullShard, LocalTopRows
 from dion_core import Dion2, Muon, NorDion2
-from dion_core.buckets import Member, make_buckets
+from dion_core.buckets import Member, Part, make_buckets
 from dion_core.builtin import LocalExchange
 from dion_core.collectives import SoloGroup, observe
 from dion_core.layout import Axis, split_layout
@@ -22,6 +22,7 @@ from dion_core.registry import Choice
 from dion_core.report import Report, make_report
 from dion_core.rows import RowSelection
 from dion_core.transport import Transport
+from dion_core.views import Views
 
 
 class MuteGroup(SoloGroup):
@@ -185,8 +186,9 @@ def planned(transport: Transport, rank: int) -> Report:
         Member(torch.zeros(layout.local_shape(), dtype=dtype), f"weight {number}", options, number)
         for number, (layout, (*_, dtype)) in enumerate(zip(layouts, shapes, strict=True))
     ]
+    parts = [Part(member, Views(member.name, ("",))) for member in members]
     choice = Choice("a transport", transport, "for a test")
-    buckets, loads = make_buckets(members, layouts, Dion2.rule, choice)
+    buckets, loads = make_buckets(parts, layouts, Dion2.rule, choice)
     plan = Plan(members, buckets, [], choice, loads, [options])
     with patch("dion_core.plan._warm_up"):  # nobody is there to be connected with
         plan.open()

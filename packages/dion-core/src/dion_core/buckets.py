@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dion_core.builtin import LocalExchange, ReplicatedExchange
-from dion_core.layout import Axis, Layout, RowTables
+from dion_core.layout import Axis, Layout, RowTables, joined
 from dion_core.newton_schulz import Orthogonalizer, orthogonalizer
 from dion_core.ownership import assign_owners, cut, newton_schulz_cost
 from dion_core.placements import local_tensor
@@ -22,6 +22,7 @@ from dion_core.registry import Choice, check_axes
 from dion_core.rules import Rule, selector, update_scale
 from dion_core.selection import Selector
 from dion_core.transport import Bucket, Exchange
+from dion_core.views import Views
 
 
 def stable_repr(value: object) -> str:
@@ -64,15 +65,29 @@ class Member:
         return local
 
 
+@dataclass(frozen=True)
+class Part:
+    """One matrix of a parameter: the one of this number among its views."""
+
+    member: Member
+    views: Views
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        """The parameter's, with what the matrix is called in it."""
+        return self.views.full_names[self.number]
+
+
 @dataclass
 class MatrixBucket:
-    """A bucket with the parameters in it, how they are updated, and what happened to them so far.
+    """A bucket with the matrices in it, how they are updated, and what happened to them so far.
 
     `chosen`, `refused` and `nonfinite` count rows by matrix, (N,) int64 on the device.
     """
 
     bucket: Bucket
-    members: Sequence[Member]
+    parts: Sequence[Part]
     rule: Rule
     selector: Selector
     orthogonalizer: Orthogonalizer
@@ -94,12 +109,50 @@ class MatrixBucket:
 
     @cached_property
     def numbers(self) -> Tensor:
-        """(N,) int64: the members' numbers among all parameters."""
-        return torch.tensor([member.number for member in self.members], device=self.bucket.device)
+        """(N,) int64: of each matrix the number of its parameter among all parameters."""
+        return torch.tensor([part.member.number for part in self.parts], device=self.bucket.device)
 
-    def gradients(self, presence: Presence) -> list[Tensor | None]:
-        """This rank's gradients of the N matrices."""
-        return [presence.gradients[member.number] for member in self.members]
+    @cached_property
+    def members(self) -> Sequence[Member]:
+        """The parameters that the matrices are parts of, each once."""
+        return list({part.member.number: part.member for part in self.parts}.values())
+
+    def matrices(self, tensors: Sequence[Any], *, writable: bool = True) -> Sequence[Any]:
+        """The N matrices of this rank in local tensors of the members.
+
+        Args:
+            tensors: one of every member, or None where it is missing (`Any`: a gradient may be, a parameter not).
+            writable: False allows copies (see `Views.of`).
+        """
+        if self._plain:
+            return tensors
+        divided = [
+            None if tensor is None else views.of(tensor, writable=writable)
+            for views, tensor in zip(self._views, tensors, strict=True)
+        ]
+        return [None if (of_member := divided[place]) is None else of_member[number] for place, number in self._places]
+
+    @cached_property
+    def _plain(self) -> bool:
+        return all(part.views.plain for part in self.parts)
+
+    @cached_property
+    def _views(self) -> Sequence[Views]:
+        """Of every member."""
+        return list({part.member.number: part.views for part in self.parts}.values())
+
+    @cached_property
+    def _places(self) -> Sequence[tuple[int, int]]:
+        """For each matrix the place of its member, and its number there."""
+        place = {member.number: place for place, member in enumerate(self.members)}
+        return [(place[part.member.number], part.number) for part in self.parts]
+
+    @cached_property
+    def ragged(self) -> bool:
+        """Whether some rank holds more rows of one matrix than of another."""
+        layout = self.bucket.layout
+        matrices = range(layout.num_matrices)
+        return any(len({layout.rows(rank, each) for each in matrices}) > 1 for rank in range(layout.group.size))
 
     def active(self, presence: Presence) -> Tensor:
         """(N,) bool: which matrices are updated in this step."""
@@ -112,7 +165,7 @@ class MatrixBucket:
 
     def describe(self) -> str:
         """One line, the same on every rank."""
-        names = ", ".join(member.name for member in self.members)
+        names = ", ".join(part.views.describe(part.number) for part in self.parts)
         tensor, where = self.members[0].parameter, "plain"
         if isinstance(tensor, DTensor):  # a part of a mesh has other ranks on other ranks, but the same axis
             where = f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}"
@@ -122,9 +175,9 @@ class MatrixBucket:
 
 @dataclass(frozen=True)
 class _Draft:
-    """A matrix parameter with all that decides its bucket."""
+    """A matrix with all that decides its bucket."""
 
-    member: Member
+    part: Part
     layout: Layout
     selector: Selector
     wire_dtype: torch.dtype
@@ -132,9 +185,11 @@ class _Draft:
     @property
     def key(self) -> Hashable:
         """What matrices of one bucket have in common."""
-        tensor, group = self.member.parameter, self.member.group
+        tensor, group, layout = self.part.member.parameter, self.part.member.group, self.layout
         dtypes = (tensor.dtype, momentum_dtype(tensor, group), self.wire_dtype)
-        return (id(group), self.layout, type(tensor), tensor.device, dtypes)
+        lies = (layout.group, layout.axis, layout.shape, layout.segments if layout.axis is Axis.COLUMNS else None)
+        chosen = (self.selector, self.selector.total(layout, 0))
+        return (id(group), lies, chosen, type(tensor), tensor.device, dtypes)
 
     @property
     def cost(self) -> int:
@@ -161,12 +216,12 @@ def needs_transport(layout: Layout) -> bool:
 
 
 def make_buckets(
-    members: Sequence[Member], layouts: Sequence[Layout], rule: Rule, choice: Choice | None
+    parts: Sequence[Part], layouts: Sequence[Layout], rule: Rule, choice: Choice | None
 ) -> tuple[list[MatrixBucket], dict[tuple[int, ...], list[int]]]:
     """Buckets with owners, those that need the transport first and not open yet; and the load by group and rank.
 
     Args:
-        members: the matrix parameters.
+        parts: the matrices.
         layouts: where each lies.
         rule: of the optimizer.
         choice: the transport, or None where no matrix needs one.
@@ -175,18 +230,19 @@ def make_buckets(
         ValueError: the transport does not serve a layout.
     """
     drafts = []
-    for member, layout in zip(members, layouts, strict=True):
-        chosen = _selector(member.group, layout, rule, choice)
-        dtype = wire_dtype(momentum_dtype(member.parameter, member.group), member.group)
-        drafts.append(_Draft(member, layout, chosen, dtype))
+    for part, layout in zip(parts, layouts, strict=True):
+        options = part.member.group
+        chosen = _selector(options, layout, rule, choice)
+        dtype = wire_dtype(momentum_dtype(part.member.parameter, options), options)
+        drafts.append(_Draft(part, layout, chosen, dtype))
     owners, loads = assign_owners([draft.cost for draft in drafts], [draft.layout.group for draft in drafts])
     by_key: dict[Hashable, list[tuple[_Draft, int]]] = {}
     for draft, owner in zip(drafts, owners, strict=True):
         by_key.setdefault(draft.key, []).append((draft, owner))
     buckets = [
-        _bucket(part, rule, choice)
+        _bucket(piece, rule, choice)
         for entries in by_key.values()
-        for part in _parts(entries, loads[entries[0][0].layout.group.ranks])
+        for piece in _pieces(entries, loads[entries[0][0].layout.group.ranks])
     ]
     buckets.sort(key=lambda bucket: not needs_transport(bucket.bucket.layout))
     if choice is not None:
@@ -201,41 +257,41 @@ def _selector(options: Mapping[str, Any], layout: Layout, rule: Rule, choice: Ch
     if choice is not None and needs_transport(layout):
         scope = scope or choice.transport.default_scope
     slack = choice.transport.local_slack() if choice is not None else None
-    return selector(scope or "global", float(options["fraction"]), layout.axis, slack)
+    return selector(scope or "global", float(options["fraction"]), layout.axis, slack, shards=layout.num_holders)
 
 
-def _parts(entries: Sequence[tuple[_Draft, int]], load: Sequence[int]) -> list[list[tuple[_Draft, int]]]:
-    """The matrices that are updated together, in parts of which none takes too much of a rank's time."""
-    parts: dict[int, list[tuple[_Draft, int]]] = {}
+def _pieces(entries: Sequence[tuple[_Draft, int]], load: Sequence[int]) -> list[list[tuple[_Draft, int]]]:
+    """The matrices that are updated together, in pieces of which none takes too much of a rank's time."""
+    pieces: dict[int, list[tuple[_Draft, int]]] = {}
     places = cut([owner for _, owner in entries], entries[0][0].cost, load)
     for entry, place in zip(entries, places, strict=True):
-        parts.setdefault(place, []).append(entry)
-    return [parts[place] for place in sorted(parts)]
+        pieces.setdefault(place, []).append(entry)
+    return [pieces[place] for place in sorted(pieces)]
 
 
 def _name(entries: Sequence[tuple[_Draft, int]]) -> str:
     first, others = entries[0][0], len(entries) - 1
     rows, columns = first.layout.shape
-    return f"bucket {first.member.name}" + (f" and {others} more" if others else "") + f" ({rows}x{columns})"
+    return f"bucket {first.part.name}" + (f" and {others} more" if others else "") + f" ({rows}x{columns})"
 
 
 def _bucket(entries: Sequence[tuple[_Draft, int]], rule: Rule, choice: Choice | None) -> MatrixBucket:
     first, _ = entries[0]
-    layout, options = first.layout.stack(len(entries)), first.member.group
+    layout, options = joined([draft.layout for draft, _ in entries]), first.part.member.group
     ranks = range(layout.group.size)
     bucket = Bucket(
         layout=layout,
         owners=tuple(owner for _, owner in entries),
-        max_rows=max(first.selector.offered(layout, rank, 0) for rank in ranks),
+        max_rows=max(first.selector.offered(draft.layout, rank, 0) for draft, _ in entries for rank in ranks),
         total_rows=first.selector.total(layout, 0),
         dtype=first.wire_dtype,
-        device=local_tensor(first.member.parameter).device,
+        device=local_tensor(first.part.member.parameter).device,
         name=_name(entries),
     )
     builtin = ReplicatedExchange if layout.axis is Axis.REPLICATED else LocalExchange
     return MatrixBucket(
         bucket=bucket,
-        members=[draft.member for draft, _ in entries],
+        parts=[draft.part for draft, _ in entries],
         rule=rule,
         selector=first.selector,
         orthogonalizer=orthogonalizer(options["orthogonalizer"]),

@@ -93,6 +93,11 @@ def check_capturable(plan: Plan, *, nonfinite: str) -> None:
     for bucket in plan.buckets:
         if bucket.bucket.layout.axis is Axis.COLUMNS:
             raise ValueError(f"a step cannot be captured: {bucket.bucket.name} is split by columns, not by rows")
+        if bucket.ragged:
+            raise ValueError(
+                f"a step cannot be captured: of {bucket.bucket.name} some rank holds more rows of one matrix than of "
+                "another (heads or blocks that a shard cuts); it would not follow new gradients"
+            )
     if nonfinite == "skip":
         raise ValueError('a step cannot be captured with nonfinite="skip"; nonfinite="rows" is allowed')
 

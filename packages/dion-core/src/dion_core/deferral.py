@@ -19,8 +19,11 @@ def with_age(selection: RowSelection, waited: Sequence[Tensor]) -> RowSelection:
     """The selection with the waiting times of its rows, from N tensors (R, 1)."""
     if not waited:
         return selection
-    ages = [of_matrix[:, 0].index_select(0, index) for of_matrix, index in zip(waited, selection.index, strict=True)]
-    return replace(selection, age=torch.stack(ages))
+    ages = torch.zeros_like(selection.age)
+    for matrix, steps in enumerate(waited):
+        index = _existing(selection, matrix, steps)
+        ages[matrix, : len(index)] = steps[:, 0].index_select(0, index)
+    return replace(selection, age=ages)
 
 
 def wait_(waited: Sequence[Tensor], chosen: RowSelection, admitted: RowSelection) -> None:
@@ -37,6 +40,12 @@ def wait_(waited: Sequence[Tensor], chosen: RowSelection, admitted: RowSelection
     for matrix, steps in enumerate(waited):
         refused, applied = (torch.zeros_like(steps, dtype=torch.bool) for _ in range(2))
         for mask, selection in ((refused, chosen), (applied, admitted)):
-            mask[:, 0].index_copy_(0, selection.index[matrix], selection.valid()[matrix])
+            index = _existing(selection, matrix, steps)
+            mask[:, 0].index_copy_(0, index, selection.valid()[matrix, : len(index)])
         longer = torch.where(applied, 0, steps + ((refused | (steps > 0)) & ~applied))
         steps.copy_(torch.where(took_part[matrix], longer, steps))
+
+
+def _existing(selection: RowSelection, matrix: int, steps: Tensor) -> Tensor:
+    """The entries of the selection that name rows of the matrix: where another one has more rows here, not all do."""
+    return selection.index[matrix, : len(steps)]

@@ -6,6 +6,7 @@ Legend: N matrices of a bucket, R rows and C columns of one whole matrix, W rank
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -86,10 +87,24 @@ class Layout:
         """The shape of this rank's part of a matrix."""
         return self.rows(self.group.rank, matrix), self.columns(self.group.rank)
 
+    @cached_property
+    def num_holders(self) -> int:
+        """How many ranks hold rows of the first matrix; the size of the group where they are not split."""
+        held = [self.rows(rank, 0) > 0 for rank in range(self.group.size)]
+        return sum(held) if self.axis is Axis.ROWS else self.group.size
+
     def stack(self, num_matrices: int) -> Layout:
         """The layout of `num_matrices` matrices that all lie as the one matrix of this layout does."""
         segments = tuple(of_rank * num_matrices for of_rank in self.segments)
         return Layout(self.group, self.axis, self.shape, segments)
+
+
+def joined(layouts: Sequence[Layout]) -> Layout:
+    """The layout of all the matrices of layouts that have their group, axis and shape in common."""
+    first = layouts[0]
+    by_rank = zip(*(layout.segments for layout in layouts), strict=True)
+    segments = tuple(tuple(matrix for part in parts for matrix in part) for parts in by_rank)
+    return Layout(first.group, first.axis, first.shape, segments)
 
 
 def split_layout(group: Group, axis: Axis, shape: tuple[int, int]) -> Layout:

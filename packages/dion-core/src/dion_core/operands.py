@@ -125,6 +125,10 @@ class _DeviceTable:
     def __init__(self, buckets: Sequence[MatrixBucket], numbers: Sequence[int]) -> None:
         self.numbers = numbers
         sizes = [bucket.bucket.num_matrices for bucket in buckets for _ in ROLES]
+        self._ragged = [bucket.ragged for bucket in buckets]
+        for bucket in buckets:
+            if bucket.ragged:
+                logger.info("%s: ranks hold different numbers of rows; plain torch, not kernels", bucket.bucket.name)
         self._values = DeviceNumbers(sum(sizes), len(SCALARS) * len(buckets), buckets[0].bucket.device)
         places = torch.split_with_sizes(self._values.integers, sizes)
         self._places = [places[start : start + len(ROLES)] for start in range(0, len(places), len(ROLES))]
@@ -136,9 +140,14 @@ class _DeviceTable:
         made: list[Operands] = []
         addresses: list[int] = []
         values: list[float] = []
-        for operands, places, scalars, known in zip(given, self._places, self._scalars, self._known, strict=True):
+        tables = zip(given, self._places, self._scalars, self._known, self._ragged, strict=True)
+        for operands, places, scalars, known, ragged in tables:
             for role, place in zip(ROLES, places, strict=True):
                 tensors = getattr(operands, role)
+                if ragged:  # of different shapes, which no kernel can go through
+                    known[role] = tensors
+                    addresses += [0] * len(place)
+                    continue
                 # Only what lies elsewhere than before is looked at again, and gradients, which are new in every step.
                 before = known.get(role)
                 if role == "gradients" or not isinstance(before, Matrices) or before.starts != starts(tensors):
@@ -159,7 +168,7 @@ class _Source:
 
     def __init__(self, bucket: MatrixBucket, state: States) -> None:
         self._bucket = bucket
-        self._parameters = [member.parameter for member in bucket.members]
+        self._parameters: list[Any] = [member.parameter for member in bucket.members]
         self._states = [state[parameter] for parameter in self._parameters]
         self._sharded = isinstance(self._parameters[0], DTensor)
         self._has_second_moment = "second_moment" in self._states[0]
@@ -177,8 +186,8 @@ class _Source:
         )
 
     def _parts(self, tensors: Sequence[Any]) -> Sequence[Tensor]:
-        """This rank's parts; all of a bucket are DTensors, or none is."""
-        return list(map(_LOCAL, tensors)) if self._sharded else tensors
+        """The matrices in this rank's parts; all of a bucket are DTensors, or none is."""
+        return self._bucket.matrices(list(map(_LOCAL, tensors)) if self._sharded else tensors)
 
 
 def _on_device(role: str, tensors: Sequence[Any], place: Tensor, like: Tensor) -> Sequence[Any]:

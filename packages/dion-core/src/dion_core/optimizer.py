@@ -26,6 +26,7 @@ from dion_core.presence import Presence
 from dion_core.report import Report, make_report
 from dion_core.rules import Rule
 from dion_core.state import WAITED, State, loaded_state, new_state
+from dion_core.views import check_views, is_flattened, warn_of_views
 
 logger = logging.getLogger("dion_core")
 
@@ -104,7 +105,10 @@ class MatrixOptimizer(Optimizer):
             if getattr(self, "found_inf", None) is not None or getattr(self, "grad_scale", None) is not None:
                 raise ValueError("a captured step cannot serve a loss scaler: call release() first")
             gradients = self._graph.gradients(plan, gradients)
-        of_buckets = [[gradients[member.number] for member in bucket.members] for bucket in plan.buckets]
+        of_buckets = [
+            bucket.matrices([gradients[member.number] for member in bucket.members], writable=False)
+            for bucket in plan.buckets
+        ]
         operands = self._operands.of_step(self.state, agree_on_rows(plan.buckets, of_buckets, self.state))
         work = partial(self._launch, plan, gradients, operands, self._rates.of_step())
         if self._graph is None:
@@ -125,8 +129,8 @@ class MatrixOptimizer(Optimizer):
 
         Raises:
             ValueError: something cannot be captured, by name: a parameter that is not on a GPU, a transport that
-                reads on the host, matrices split by columns, nonfinite="skip". A later step raises it for a
-                parameter without a gradient and for a loss scaler.
+                reads on the host, matrices split by columns, heads or blocks cut unevenly, nonfinite="skip".
+                A later step raises it for a parameter without a gradient and for a loss scaler.
         """
         check_capturable(self._current_plan(), nonfinite=self._nonfinite)
         if self._graph is None:
@@ -280,6 +284,9 @@ class MatrixOptimizer(Optimizer):
             if other is not None:
                 raise ValueError(f"{name} is the same tensor as {other}: a tied tensor is given once")
             check_parameter(parameter, name, matrix=matrix)
+            if matrix:
+                check_views(parameter, name, group)
+                warn_of_views(parameter, name, group)
             check_same_ranks(parameter, name, self._group)
             names[parameter] = name
         return names
@@ -303,7 +310,9 @@ class MatrixOptimizer(Optimizer):
         prepare(plan.buckets)
         for bucket in plan.buckets:
             for member in bucket.members if bucket.may_defer else ():
-                self.state[member.parameter].setdefault(WAITED, row_state_like(member.parameter, torch.int32))
+                flatten = is_flattened(member.parameter, member.group)
+                waited = row_state_like(member.parameter, torch.int32, flatten=flatten)
+                self.state[member.parameter].setdefault(WAITED, waited)
         if self._plan is not None:
             self._past = [past + count for past, count in zip(self._past, self._plan.row_counts(), strict=True)]
         self._plan = plan
@@ -360,4 +369,6 @@ def _identity(group: Mapping[str, Any]) -> tuple[int, ...]:
 def _structure(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What the plan is made from: the structural options and which parameters are trainable."""
     trainable = tuple(parameter.requires_grad for parameter in group["params"])
-    return (*(group.get(name) for name in STRUCTURAL), trainable)
+    values = (group.get(name) for name in STRUCTURAL)
+    # A list is copied, since it could be changed in place.
+    return (*(tuple(value) if isinstance(value, list) else value for value in values), trainable)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dion_core.newton_schulz import ORTHOGONALIZERS, orthogonalizer
 from dion_core.rules import SCALES, SCOPES
+from dion_core.views import VIEW_KEYS, check_view_keys
 
 logger = logging.getLogger("dion_core")
 
@@ -23,9 +24,7 @@ WIRE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 
 OPTIMIZER_WIDE = ("transport", "nonfinite", "group")
 """Options of the whole optimizer, which a parameter group cannot override."""
-NOT_YET = ("num_heads", "split_sizes", "flatten")
-"""Group keys that a later version brings; until then they are refused rather than ignored."""
-STRUCTURAL = ("algorithm", "scope", "fraction", "scale", "momentum_dtype", "wire_dtype", "orthogonalizer", *NOT_YET)
+STRUCTURAL = ("algorithm", "scope", "fraction", "scale", "momentum_dtype", "wire_dtype", "orthogonalizer", *VIEW_KEYS)
 """Group keys that the plan is made from, so that they cannot change between steps."""
 
 
@@ -117,10 +116,8 @@ def check_group(group: Mapping[str, Any], defaults: Mapping[str, Any], number: i
     for name in OPTIMIZER_WIDE:
         if name in group:
             raise ValueError(f"{name}{where} is an option of the whole optimizer: give it to {optimizer}(...)")
-    matrix = group.get("algorithm", "matrix") == "matrix"
-    for name in NOT_YET:
-        if matrix and group.get(name):
-            raise ValueError(f"{name}={group[name]!r}{where} is not supported yet")
+    if group.get("algorithm", "matrix") == "matrix":
+        check_view_keys(group, where)
     for name in OPTIONS:
         if name in group and name not in defaults and name not in OPTIMIZER_WIDE:
             raise ValueError(f"{name}={group[name]!r}{where}: {optimizer} has no such option")
@@ -136,12 +133,10 @@ def check_parameter(parameter: Tensor, name: str, *, matrix: bool) -> None:
         raise ValueError(f"{name}: dtype {parameter.dtype} is not supported: one of {allowed} is needed")
     if any(length > 1 and stride == 0 for length, stride in zip(parameter.shape, parameter.stride(), strict=True)):
         raise ValueError(f"{name}: strides {parameter.stride()}: elements share memory; give a copy (clone)")
-    if matrix and parameter.ndim != 2:
+    if matrix and parameter.ndim < 2:
         hint = 'give it to a group with algorithm="adamw" or "lion"'
-        if parameter.ndim > 2:
-            hint = f"stacks and convolutions are not supported yet; {hint}"
         shape = tuple(parameter.shape)
-        raise ValueError(f"{name}: shape {shape} is not a matrix (2 dimensions are needed); {hint}")
+        raise ValueError(f"{name}: shape {shape} is not a matrix (2 dimensions or more are needed); {hint}")
 
 
 def warn_of_group(group: Mapping[str, Any], number: int, optimizer: str) -> None:
@@ -149,8 +144,8 @@ def warn_of_group(group: Mapping[str, Any], number: int, optimizer: str) -> None
     for name in group:
         close = (
             []
-            if name in (*OPTIONS, *NOT_YET, "params")
-            else get_close_matches(name, (*OPTIONS, "params"), n=1, cutoff=0.75)
+            if name in (*OPTIONS, *VIEW_KEYS, "params")
+            else get_close_matches(name, (*OPTIONS, *VIEW_KEYS, "params"), n=1, cutoff=0.75)
         )
         if close:
             message = "key %r in parameter group %d is not an option of %s and has no effect; did you mean %r?"

@@ -6,12 +6,12 @@ The first line that fits decides:
 |---|---|
 | below 2-D, or named a bias | AdamW |
 | of an embedding or a norm (by type, or a class name that ends so) | AdamW |
-| of a convolution | AdamW, since convolutions are no matrices here yet |
+| of a convolution | matrix, flattened to (outputs, everything else) |
 | LoRA, by name | AdamW: see below |
 | weight of a linear layer that is the output head | AdamW |
 | weight of a linear layer, thin: fewer than 32 rows or columns, and 8 times as many of the other | AdamW: see below |
 | weight of a linear layer, or of the projections of `nn.MultiheadAttention` | matrix |
-| 3-D, of something called expert or MoE: a stack | AdamW, since stacks are no matrices here yet |
+| 3-D, of something called expert or MoE | matrix, one for each place in the stack |
 | anything else, which may or may not be a hidden matrix | AdamW |
 
 Linear layers are `nn.Linear`, classes whose name ends in Linear, and the Conv1D of Hugging Face's GPT-2. The last one
@@ -39,11 +39,12 @@ from torch import nn
 THIN, ELONGATED = 32, 8
 """A thin matrix has fewer than `THIN` rows (or columns) and at least `ELONGATED` times as many columns (or rows)."""
 
-MATRIX_KINDS: Mapping[str, Mapping[str, Any]] = {"matrix": {}}
-"""What the optimizers take as matrices, with the group options that it needs.
-
-A line "convolution": {"flatten": True} or "stack": {"flatten": False} sends those to the matrix algorithm too.
-"""
+MATRIX_KINDS: Mapping[str, Mapping[str, Any]] = {
+    "matrix": {},
+    "convolution": {"flatten": True},
+    "stack": {"flatten": False},
+}
+"""What the optimizers take as matrices, with the group options that it needs."""
 
 _NORM = re.compile(r"Norm(\dd)?$")
 _HEAD = re.compile(r"(\w+_)?heads?|unembed(ding)?|embed_out|classifier|score|logits|output(_layer|_proj(ection)?)?")
@@ -141,10 +142,7 @@ def _linear(place: Place, heads: Mapping[str, str]) -> Verdict:
 
 
 def _matrix(kind: str, reason: str) -> Verdict:
-    """To the matrix algorithm, or, where the optimizers do not take this kind yet, away from it."""
-    if kind in MATRIX_KINDS:
-        return Verdict("matrix", reason, MATRIX_KINDS[kind])
-    return Verdict("elementwise", f"{reason}: not supported as matrix yet")
+    return Verdict("matrix", reason, MATRIX_KINDS[kind])
 
 
 def _is_linear(place: Place) -> bool:

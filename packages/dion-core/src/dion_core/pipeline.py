@@ -69,7 +69,7 @@ def agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients
         layout = bucket.bucket.layout
         if layout.axis is Axis.COLUMNS:
             left_out = overflowing_rows(
-                [local_tensor(state[member.parameter]["momentum"]) for member in bucket.members],
+                bucket.matrices([local_tensor(state[member.parameter]["momentum"]) for member in bucket.members]),
                 gradients[number],
                 maximize=bucket.options["maximize"],
             )

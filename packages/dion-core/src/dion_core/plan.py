@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dion_core.buckets import MatrixBucket, Member, make_buckets, needs_transport, stable_repr
+from dion_core.buckets import MatrixBucket, Member, Part, make_buckets, needs_transport, stable_repr
 from dion_core.collectives import Group
 from dion_core.options import OPTIONS
-from dion_core.placements import parameter_layout
 from dion_core.registry import Choice, choose_transport
 from dion_core.rules import Rule
 from dion_core.transport import Bucket, Scope, Session, Transport
+from dion_core.views import VIEW_KEYS, parameter_matrices
 
 
 @dataclass
@@ -119,7 +119,11 @@ def make_plan(
     """
     members = _members(groups, names)
     matrices = [m for m in members if m.group["algorithm"] == "matrix" and m.parameter.numel()]
-    layouts = [parameter_layout(member.parameter, member.name, replicas) for member in matrices]
+    parts, layouts = [], []
+    for member in matrices:
+        views, of_member = parameter_matrices(member.parameter, member.name, member.group, replicas)
+        parts += [Part(member, views, number) for number in range(len(of_member))]
+        layouts += of_member
     needed = any(map(needs_transport, layouts))
     choice = None
     if needed or transport != "auto":  # one that was asked for is checked on a single rank too
@@ -130,7 +134,7 @@ def make_plan(
         choice = choose_transport(transport, scopes, chooses_rows=rule.chooses_rows)
     if not needed:
         choice = None
-    buckets, loads = make_buckets(matrices, layouts, rule, choice)
+    buckets, loads = make_buckets(parts, layouts, rule, choice)
     elementwise = [
         [member for member in members if member.group is group] for group in groups if group["algorithm"] != "matrix"
     ]
@@ -150,7 +154,8 @@ def _members(groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -
 
 
 def _describe_options(number: int, group: Mapping[str, Any]) -> list[str]:
-    return [f"group {number} {name}={stable_repr(group[name])}" for name in OPTIONS if name in group]
+    names = (*OPTIONS, *(VIEW_KEYS if group["algorithm"] == "matrix" else ()))
+    return [f"group {number} {name}={stable_repr(group[name])}" for name in names if name in group]
 
 
 def _describe_member(member: Member) -> str:

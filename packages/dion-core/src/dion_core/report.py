@@ -74,7 +74,7 @@ def _workspace(plan: Plan, reports: Sequence[Report]) -> int:
     buffers, inside = [], []
     for entry, report in zip(plan.buckets, reports, strict=True):
         bucket = entry.bucket
-        rows, owned = bucket.layout.rows(bucket.group.rank, 0), len(bucket.owned(bucket.group.rank))
+        rows, owned = bucket.layout.max_rows(bucket.group.rank), len(bucket.owned(bucket.group.rank))
         of_orthogonalizer = getattr(entry.orthogonalizer, "workspace", None)
         sample = torch.empty(0, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
         known = of_orthogonalizer(sample, owned, bucket.total_rows) if of_orthogonalizer is not None else 0
@@ -99,7 +99,7 @@ def _bucket(entry: MatrixBucket) -> Report:
     return {
         "name": bucket.name,
         "shape": list(bucket.shape),
-        "parameters": [member.name for member in entry.members],
+        "parameters": [part.name for part in entry.parts],
         "axis": str(bucket.layout.axis),
         "wire_dtype": str(bucket.dtype).removeprefix("torch."),
         "selector": repr(entry.selector),

@@ -105,7 +105,8 @@ def accumulate_(
         proceed: 0-dim bool; where false nothing is added.
 
     Returns:
-        (N, R) scores: the L1 norm of each local row of the momentum as stored, in fp32 (fp64 for fp64).
+        (N, R) scores: the L1 norm of each local row of the momentum as stored, in fp32 (fp64 for fp64). Where the
+        tensors differ in rows, R is the most of them, and what is past a tensor's last row is 0.
     """
     scores = []
     for matrix, (state, gradient) in enumerate(zip(momentum, gradients, strict=True)):
@@ -122,7 +123,14 @@ def accumulate_(
             score = torch.where(finite, score, SKIPPED_SCORE)
             left_out[matrix] += (~finite).sum()
         scores.append(score)
-    return torch.stack(scores)
+    return _stacked(scores)
+
+
+def _stacked(values: Sequence[Tensor]) -> Tensor:
+    """(N, R) of N tensors (R,), zero where another one is longer."""
+    if len(set(map(len, values))) == 1:
+        return torch.stack(list(values))
+    return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True)
 
 
 def take_and_decay_(

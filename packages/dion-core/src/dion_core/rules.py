@@ -29,12 +29,14 @@ class Rule:
     chooses_rows: bool
 
 
-def selector(scope: Scope, fraction: float, axis: Axis, slack: float | None = None) -> Selector:
+def selector(
+    scope: Scope, fraction: float, axis: Axis, slack: float | None = None, *, shards: int | None = None
+) -> Selector:
     """The selector of a scope. Where rows are not split, the local choice is the global one."""
     if scope == "all":
         return AllRows()
     if scope == "local" and axis is Axis.ROWS:
-        return LocalRows(fraction) if slack is None else SlackRows(fraction, slack)
+        return LocalRows(fraction, shards) if slack is None else SlackRows(fraction, slack, shards)
     return GlobalRows(fraction)
 
 

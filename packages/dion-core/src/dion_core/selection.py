@@ -7,7 +7,7 @@ Legend: N matrices, R rows of a whole matrix, K slots a matrix, W ranks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -72,9 +72,14 @@ class LocalRows:
 
     Every shard gives the same number of rows, the count for ceil(R / W) rows, or all it has if that is fewer.
     For matrices whose rows are split; elsewhere a local choice is the global one.
+
+    Attributes:
+        fraction: of the rows of a shard.
+        shards: W, where it is not the size of the group: of one of many heads few ranks hold rows.
     """
 
     fraction: float
+    shards: int | None = field(default=None, repr=False)
     needs_all_scores = False
 
     def offered(self, layout: Layout, rank: int, matrix: int) -> int:
@@ -88,7 +93,7 @@ class LocalRows:
 
     def _share(self, layout: Layout) -> int:
         """The rows that a full shard gives."""
-        return rows_to_select(self.fraction, -(-layout.shape[0] // layout.group.size))
+        return rows_to_select(self.fraction, -(-layout.shape[0] // (self.shards or layout.group.size)))
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,7 @@ class SlackRows:
 
     fraction: float
     slack: float
+    shards: int | None = field(default=None, repr=False)
     needs_all_scores = True
 
     def offered(self, layout: Layout, rank: int, matrix: int) -> int:
@@ -141,7 +147,7 @@ class SlackRows:
 
     def _offer(self, layout: Layout) -> int:
         """The rows that a full shard offers."""
-        share = rows_to_select(self.fraction, -(-layout.shape[0] // layout.group.size))
+        share = rows_to_select(self.fraction, -(-layout.shape[0] // (self.shards or layout.group.size)))
         return math.ceil(self.slack * share - 1e-9)
 
 

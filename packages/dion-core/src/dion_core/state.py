@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from dion_core.buckets import momentum_dtype
 from dion_core.elementwise import adamw_state, lion_state
-from dion_core.placements import row_state_like, state_like
+from dion_core.placements import local_part, row_state_like, state_like
 from dion_core.rules import Rule
+from dion_core.views import is_flattened
 
 State = dict[str, Tensor]
 
@@ -24,8 +25,9 @@ def new_state(parameter: Tensor, group: Mapping[str, Any], rule: Rule) -> State:
     """The state before the first step.
 
     For a matrix: "momentum", zeros like the parameter (global shape, strides, mesh and placements) in its
-    momentum dtype; for the NorMuon family also "second_moment", (R, 1) fp32. Where a transport may defer rows
-    the plan adds "waited", (R, 1) int32. Else the state of AdamW or Lion.
+    momentum dtype; for the NorMuon family also "second_moment", fp32, one a row: (R, 1), also of a weight that is
+    flattened or divided by rows, and (..., R, 1) of a stack. Where a transport may defer rows the plan adds "waited",
+    int32, of the same shape. Else the state of AdamW or Lion.
     """
     if group["algorithm"] == "adamw":
         return adamw_state(parameter)
@@ -33,7 +35,8 @@ def new_state(parameter: Tensor, group: Mapping[str, Any], rule: Rule) -> State:
         return lion_state(parameter)
     state = {"momentum": state_like(parameter, momentum_dtype(parameter, group))}
     if rule.normalizer.has_second_moment:
-        state["second_moment"] = row_state_like(parameter, torch.float32)
+        flatten = is_flattened(parameter, group)
+        state["second_moment"] = row_state_like(parameter, torch.float32, flatten=flatten)
     return state
 
 
@@ -64,8 +67,15 @@ def loaded_state(name: str, saved: Mapping[str, Any], live: Mapping[str, Tensor]
                 f"{name}: the saved state {key!r} has shape {tuple(value.shape)} {_place(value)}; "
                 f"{tuple(old.shape)} {_place(old)} is needed"
             )
-        state[key] = value.detach().to(device=old.device, dtype=old.dtype).clone()
+        state[key] = _stored_like(value.detach().to(device=old.device, dtype=old.dtype), old)
     return state
+
+
+def _stored_like(value: Tensor, live: Tensor) -> Tensor:
+    """A copy with the strides of the live tensor, where a convolution in channels_last was saved in another format."""
+    if local_part(value).stride() == local_part(live).stride():
+        return value.clone()
+    return torch.empty_like(live).copy_(value)
 
 
 def _place(tensor: Tensor) -> str:
