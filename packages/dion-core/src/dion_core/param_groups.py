@@ -100,10 +100,10 @@ def param_groups_for(
 ) -> ParamGroups:
     """Groups with every trainable parameter of the model once, under its name; printed, a table of what went where.
 
-    Matrices of hidden layers, convolutions and experts go to the matrix algorithm, everything else to AdamW, and so does
-    what may or may not be a hidden matrix: the table says why, `overrides` corrects it. Parameters that are frozen now
-    are in no group. Nothing is read but names, types and shapes, so that a model on the meta device, sharded or compiled
-    is sorted alike; an optimizer wants the groups of the model as it will be trained, after `fully_shard`.
+    Matrices of hidden layers, convolutions and experts go to the matrix algorithm, everything else to AdamW, and so
+    does what may or may not be a hidden matrix: the table says why, `overrides` corrects it. Parameters that are
+    frozen now are in no group. Nothing is read but names, types and shapes, so that a model on the meta device, sharded
+    or compiled is sorted alike; an optimizer wants the groups of the model as it will be trained, after `fully_shard`.
 
     Args:
         model: any module; names are those in a model without wrappers (DDP, torch.compile, checkpointing).
