@@ -132,6 +132,10 @@ class MatrixBucket:
         ]
         return [None if (of_member := divided[place]) is None else of_member[number] for place, number in self._places]
 
+    def gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Those of the N matrices, from the gradients of all parameters by number."""
+        return self.matrices([gradients[member.number] for member in self.members], writable=False)
+
     @cached_property
     def _plain(self) -> bool:
         return all(part.views.plain for part in self.parts)

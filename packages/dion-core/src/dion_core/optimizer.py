@@ -105,10 +105,7 @@ class MatrixOptimizer(Optimizer):
             if getattr(self, "found_inf", None) is not None or getattr(self, "grad_scale", None) is not None:
                 raise ValueError("a captured step cannot serve a loss scaler: call release() first")
             gradients = self._graph.gradients(plan, gradients)
-        of_buckets = [
-            bucket.matrices([gradients[member.number] for member in bucket.members], writable=False)
-            for bucket in plan.buckets
-        ]
+        of_buckets = [bucket.gradients(gradients) for bucket in plan.buckets]
         operands = self._operands.of_step(self.state, agree_on_rows(plan.buckets, of_buckets, self.state))
         work = partial(self._launch, plan, gradients, operands, self._rates.of_step())
         if self._graph is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dion_core.buckets import MatrixBucket, Member, Part, make_buckets, needs_transport, stable_repr
 from dion_core.collectives import Group
+from dion_core.layout import Layout
 from dion_core.options import OPTIONS
 from dion_core.registry import Choice, choose_transport
 from dion_core.rules import Rule
@@ -119,11 +120,7 @@ def make_plan(
     """
     members = _members(groups, names)
     matrices = [m for m in members if m.group["algorithm"] == "matrix" and m.parameter.numel()]
-    parts, layouts = [], []
-    for member in matrices:
-        views, of_member = parameter_matrices(member.parameter, member.name, member.group, replicas)
-        parts += [Part(member, views, number) for number in range(len(of_member))]
-        layouts += of_member
+    parts, layouts = _divided(matrices, replicas)
     needed = any(map(needs_transport, layouts))
     choice = None
     if needed or transport != "auto":  # one that was asked for is checked on a single rank too
@@ -139,6 +136,16 @@ def make_plan(
         [member for member in members if member.group is group] for group in groups if group["algorithm"] != "matrix"
     ]
     return Plan(members, buckets, [part for part in elementwise if part], choice, loads, groups)
+
+
+def _divided(members: Sequence[Member], replicas: Group) -> tuple[list[Part], list[Layout]]:
+    """The matrices of all members, and where each lies."""
+    parts, layouts = [], []
+    for member in members:
+        views, of_member = parameter_matrices(member.parameter, member.name, member.group, replicas)
+        parts += [Part(member, views, number) for number in range(len(of_member))]
+        layouts += of_member
+    return parts, layouts
 
 
 def _warm_up(group: Group, device: torch.device) -> None:
