@@ -86,7 +86,7 @@ def _checked_shard(parameter: DTensor, name: str, flatten: bool) -> int:
     if len(split) > 1 or type(place) is not Shard:
         raise ValueError(
             f"{name}: placements {tuple(placements)} on {parameter.device_mesh} are not supported; "
-            "supported: Shard on one mesh axis, Replicate() on the others"
+            "supported: Shard(0) or Shard(1), of a stack any Shard, on one mesh axis, Replicate() on the others"
         )
     assert isinstance(place, Shard)
     dim = place.dim % parameter.ndim
