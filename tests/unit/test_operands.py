@@ -51,3 +51,11 @@ def test_a_state_that_was_replaced_as_a_whole() -> None:
         optimizer.step()
         assert torch.equal(optimizer.state[parameter]["momentum"], torch.full(SHAPE, value + 1) * 0.95)
         assert optimizer.state[parameter]["second_moment"].all()
+
+
+def test_a_tensor_that_lies_elsewhere_or_otherwise_is_noticed() -> None:
+    square, other = torch.randn(4, 4), torch.randn(4, 4)
+    operand = stacked([square, other])
+    assert operand.holds([square, other])
+    assert not operand.holds([other, square])
+    assert not operand.holds([square, other.t()])  # at the same address

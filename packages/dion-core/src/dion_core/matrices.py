@@ -55,6 +55,10 @@ class Matrices(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.tensors)
 
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether `tensors` lie where and as those do that it was made of."""
+        return self.starts == starts(tensors) and set(map(Tensor.stride, tensors)) <= {self.stride}
+
 
 def matrices(tensors: Sequence[Tensor | None], addresses: Tensor, like: Tensor) -> Matrices:
     """The tensors as one operand, without a copy where they have one dtype and one pair of strides.

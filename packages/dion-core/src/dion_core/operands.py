@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dion_core.buckets import MatrixBucket, Member
-from dion_core.matrices import DeviceNumbers, Matrices, alike, matrices, starts
+from dion_core.matrices import DeviceNumbers, Matrices, alike, matrices
 from dion_core.placements import local_part
 from dion_core.state import WAITED
 
@@ -150,7 +150,7 @@ class _DeviceTable:
                     continue
                 # Only what lies elsewhere than before is looked at again, and gradients, which are new in every step.
                 before = known.get(role)
-                if role == "gradients" or not isinstance(before, Matrices) or before.starts != starts(tensors):
+                if role == "gradients" or not isinstance(before, Matrices) or not before.holds(tensors):
                     known[role] = before = _on_device(role, tensors, place, operands.momentum[0])
                 addresses += before.starts if isinstance(before, Matrices) and before.starts else [0] * len(place)
             values += [_host_value(value) for value in operands.scalars.values()]
