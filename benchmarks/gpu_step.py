@@ -194,7 +194,9 @@ def main() -> None:
     best = ceilings()
     print(f"copy {best['copy'] / 1e12:.2f} TB/s, bf16 product {best['product'] / 1e12:.0f} TFLOP/s", flush=True)
     machine = torch.cuda.get_device_name()
-    output = arguments.output or RESULTS / f"gpu_step-{machine.replace(' ', '-')}.json"
+    output = (
+        arguments.output or RESULTS / f"gpu_step-{machine.replace(' ', '-')}{'-captured' * arguments.captured}.json"
+    )
     output.parent.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {
         "machine": machine,

@@ -25,11 +25,16 @@ def tables(results: list[dict[str, Any]]) -> str:
         lines += [
             f"{result['machine']}, torch {result['torch']}, {result['date'][:10]}; measured in the same run: device "
             f"copy {best['copy'] / 1e12:.2f} TB/s, bf16 product {best['product'] / 1e12:.0f} TFLOP/s.",
+            *([result["note"]] if "note" in result else []),
             "",
             "| inventory:W:transport | isolated ms | hidden ms | host ms | peak MiB | first 3 steps s | launches |",
             "|---|---|---|---|---|---|---|",
             *(_step(row) for row in result["rows"]),
             "",
+        ]
+        if all(row["captured"] for row in result["rows"]):
+            continue
+        lines += [
             "Device time by stage in ms, and what part of the ceiling it is:",
             "",
             "| inventory:W:transport | " + " | ".join(STAGES) + " |",

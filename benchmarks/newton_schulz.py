@@ -132,7 +132,7 @@ def compare(batch: int, m: int, n: int) -> Choice:
     rounds: dict[Choice, list[float]] = {choice: [] for choice in CANDIDATES}
     for _ in range(ROUNDS):
         for choice, times in rounds.items():
-            times.append(captured_ms(lambda choice=choice: with_choice(matrices, segments, choice), repeats=5))  # type: ignore[misc]
+            times.append(captured_ms(lambda choice=choice: with_choice(matrices, segments, choice), repeats=5))
     for choice, times in rounds.items():
         print(f"    {median(times):8.3f} ms  {choice}", flush=True)
     return min(rounds, key=lambda choice: median(rounds[choice]))
@@ -166,10 +166,10 @@ def main() -> None:
     orthogonalize = NewtonSchulz()
     for (batch, m, n), target in zip(SHAPES, TARGETS, strict=True):
         matrices = random_matrices(batch, m, n)
-        captured = captured_ms(lambda matrices=matrices: orthogonalize(matrices))  # type: ignore[misc]
-        eager = eager_ms(lambda matrices=matrices: orthogonalize(matrices))  # type: ignore[misc]
-        host = host_us(lambda matrices=matrices: orthogonalize(matrices))  # type: ignore[misc]
-        plain = captured_ms(lambda matrices=matrices: orthogonalize._orthogonalize(matrices))  # type: ignore[misc]
+        captured = captured_ms(lambda matrices=matrices: orthogonalize(matrices))
+        eager = eager_ms(lambda matrices=matrices: orthogonalize(matrices))
+        host = host_us(lambda matrices=matrices: orthogonalize(matrices))
+        plain = captured_ms(lambda matrices=matrices: orthogonalize._orthogonalize(matrices))
         rate = operations(batch, m, n, segments_of(m, n)) / captured / 1e9
         shape = f"{batch} x {m} x {n}"
         print(

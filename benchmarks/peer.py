@@ -21,7 +21,7 @@ def build_peer(parameters: list[nn.Parameter], mesh: DeviceMesh, fraction: float
     Raises:
         ImportError: the package is not installed.
     """
-    from dion import NorDion2 as Peer  # type: ignore[import-not-found]
+    from dion import NorDion2 as Peer
 
     dist.all_to_all, dist.all_gather = _copy_all, _copy_to_all
     torch._dynamo.reset()

@@ -30,7 +30,7 @@ PLAIN = Case("global", Axis.ROWS, "uneven", 3, torch.float32)
 class BuiltIn(Transport):
     """The exchanges of the core that need no transport, as if they were one."""
 
-    axes: frozenset[Axis]  # type: ignore[misc]
+    axes: frozenset[Axis]
     scopes: ClassVar[frozenset[Scope]] = frozenset({"all", "global"})
     default_scope: ClassVar[Scope] = "global"
 

@@ -14,14 +14,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @triton.jit
-def _triangle(out, count, WIDE: tl.constexpr, BAND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _triangle(out, count, WIDE: tl.constexpr, BAND: tl.constexpr):
     row, column = triangle_tile(tl.program_id(0), count, WIDE, BAND)
     tl.store(out + 2 * tl.program_id(0), row)
     tl.store(out + 2 * tl.program_id(0) + 1, column)
 
 
 @triton.jit
-def _rectangle(out, rows, columns, BAND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rectangle(out, rows, columns, BAND: tl.constexpr):
     row, column = rectangle_tile(tl.program_id(0), rows, columns, BAND)
     tl.store(out + 2 * tl.program_id(0), row)
     tl.store(out + 2 * tl.program_id(0) + 1, column)

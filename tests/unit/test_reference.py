@@ -46,7 +46,7 @@ def update_of(gradient: Array, **options: object) -> Array:
     """The first update of a zero weight, unscaled: U with zeros in the rows that were not applied."""
     matrix = ReferenceMatrix(
         np.zeros_like(gradient),
-        dataclasses.replace(Options("muon", lr=1.0, weight_decay=0.0, scale=None), **options),  # type: ignore[arg-type]
+        dataclasses.replace(Options("muon", lr=1.0, weight_decay=0.0, scale=None), **options),
     )
     matrix.step(gradient)
     return -matrix.weight
@@ -380,7 +380,7 @@ class TestRefusals:
     )
     def test_misspelt_choices(self, wrong: dict[str, object]) -> None:
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            Options(**({"algorithm": "dion2"} | wrong))  # type: ignore[arg-type]
+            Options(**({"algorithm": "dion2"} | wrong))
 
     def test_algorithms_of_the_other_kind(self) -> None:
         with pytest.raises(ValueError, match="adamw"):
