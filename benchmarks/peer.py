@@ -15,15 +15,16 @@ class _Arrived:
         return True
 
 
-def build_peer(parameters: list[nn.Parameter], mesh: DeviceMesh, fraction: float, *, scope: str) -> Any:
-    """Its NorDion2 with its fast kernels, on the collectives of a process group that goes nowhere.
+def build_peer(parameters: list[nn.Parameter], mesh: DeviceMesh, fraction: float, *, scope: str, loopback: bool) -> Any:
+    """Its NorDion2 with its fast kernels; `loopback`: on the collectives of a process group that goes nowhere.
 
     Raises:
         ImportError: the package is not installed.
     """
     from dion import NorDion2 as Peer
 
-    dist.all_to_all, dist.all_gather = _copy_all, _copy_to_all
+    if loopback:
+        dist.all_to_all, dist.all_gather = _copy_all, _copy_to_all
     torch._dynamo.reset()
     return Peer(
         parameters,
