@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ def build_peer(parameters: list[nn.Parameter], mesh: DeviceMesh, fraction: float
         weight_decay=0.01,
         fraction=fraction,
         selection_scope=scope,
-        use_gram_newton_schulz=True,
+        use_gram_newton_schulz=find_spec("gram_newton_schulz") is not None,  # else its own kernels in Triton
+        use_polar_express=True,
         use_triton=True,
         triton_post_ortho=True,
     )
