@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from dion_core.buckets import Member
 from dion_core.capture import StepGraph, check_capturable, form
+from dion_core.collectives import watch_stream
 from dion_core.elementwise import adamw_, lion_
 from dion_core.membership import check_same_group, check_same_ranks, listed, replica_group, stepping_group
 from dion_core.operands import Operands, Rates, StepOperands
@@ -112,6 +113,8 @@ class MatrixOptimizer(Optimizer):
             work()
         else:
             self._graph.run(work, (self._num_plans, form(plan, operands, self.state)))
+            for group in dict.fromkeys((self._group, *plan.exchange_groups)):
+                watch_stream(group, "a captured step", self._device)
         if plan.session is not None:
             plan.session.end()
         self._num_steps += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -50,6 +50,11 @@ class Plan:
     def transported(self) -> Sequence[MatrixBucket]:
         """The buckets whose rows travel through the transport."""
         return [bucket for bucket in self.buckets if needs_transport(bucket.bucket.layout)]
+
+    @cached_property
+    def exchange_groups(self) -> Sequence[Group]:
+        """The sets of ranks that exchange something of a bucket, each once."""
+        return list(dict.fromkeys(bucket.bucket.layout.group for bucket in self.buckets))
 
     def describe(self) -> list[str]:
         """The plan in lines that are the same on every rank."""
