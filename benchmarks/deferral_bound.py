@@ -166,14 +166,17 @@ def skewed(world_size: int, fraction: float, seed: int) -> tuple[Array, Array]:
 
 
 def print_skew() -> None:
-    """The bounds at fraction 1/16, where pairs have few rows."""
+    """The bounds at fraction 1/16, where pairs have few rows: of all shapes, and of each as if it were alone."""
     for world_size in (8, 32):
         needed, pairs = skewed(world_size, 1 / 16, seed=0)
-        ratios = [lowest(needed, pairs, by_phase=False, every=every, first=needed[0]) for every in EVERY]
-        cells = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(
-            f"fraction 1/16, W {world_size}: budgets set every {EVERY} steps send {cells} times the winners", flush=True
-        )
+        everything = np.ones(len(pairs[0]), dtype=bool)
+        alone = {str(skew.shape): pairs[0] == number for number, skew in enumerate(deferral_skew.MODEL)}
+        for name, inside in {"all": everything, **alone}.items():
+            counts, of_shapes = needed[:, inside], pairs[:, inside]
+            of_shapes[0] -= of_shapes[0, 0]  # they are numbered from 0 on
+            ratios = [lowest(counts, of_shapes, by_phase=False, every=every, first=counts[0]) for every in EVERY]
+            cells = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+            print(f"W {world_size}, {name}: budgets set every {EVERY} steps send {cells} times the winners", flush=True)
 
 
 def main() -> None:

@@ -84,19 +84,54 @@ def test_what_differs_by_scatter_alone_is_not_trusted() -> None:
     assert (skewed[1::2] > 180).all()
 
 
-def test_the_margin_is_what_the_steps_seen_needed() -> None:
-    """Narrow where counts stay, wide where they go up and down, between its limits."""
-    needs, wide = [64] * 8, 1.5 * math.sqrt(64)
+@pytest.mark.parametrize(
+    ("swing", "expected"),
+    [(0, 79), (10, 79), (18, 82), (23, 87), (25, 88)],  # 79 and 88 are 64 + 1.85 and 64 + 3 times the root of 65
+)
+def test_the_margin_is_what_the_steps_seen_needed(swing: int, expected: int) -> None:
+    """Needs go up and down by some rows around 64 in every step: the margin just holds them, between its limits."""
+    learned = LearnedBudgets([torch.full((8,), 64)])
+    for step in range(60):
+        observe(learned, [64 + (-1) ** step * swing] * 8)
+    assert learned.budgets == (expected,) * 8
+
+
+def test_few_counts_get_more_room() -> None:
+    """Until there are steps to learn from: a count of 24 where 16 are fair is trusted to 3/4, four to 15/16."""
+    learned = LearnedBudgets([torch.full((4,), 16)])
+    margin = 2.425
+    for steps, trust, num_observed in ((1, 3 / 4, 1), (4, 15 / 16, 5)):
+        for _ in range(num_observed):
+            observe(learned, [24, 8, 24, 8])
+        hot, cold = 16 + 8 * trust, 16 - 8 * trust
+        expected = [need + margin * math.sqrt((need + 1) * (1 + trust / steps)) for need in (hot, cold)]
+        assert learned.budgets == tuple(map(round, expected)) * 2
+    assert [round(budget) for budget in expected] == [37, 17]
+
+
+@pytest.mark.parametrize("drift", [False, True])
+def test_needs_that_scatter_are_averaged_longer_than_needs_that_drift(
+    drift: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever number of counts gives the lower budgets is found, and it is not the same one."""
+    pairs, num_steps = 256, 60
     generator = np.random.default_rng(0)
-    by_scatter = {}
-    for name, scatter in (("none", 0.0), ("some", wide)):
-        learned = LearnedBudgets([torch.tensor(needs)])
-        for _ in range(60):
-            observe(learned, [round(64 + scatter * float(x)) for x in generator.choice([-1.0, 1.0], size=8)])
-        by_scatter[name] = learned.budgets
-    assert by_scatter["none"] == tuple(round(64 + 1.91 * math.sqrt(65)) for _ in needs)
-    assert max(by_scatter["some"]) <= 64 + wide + 3 * math.sqrt(64 + wide + 1) + 1
-    assert np.mean(by_scatter["some"]) > np.mean(by_scatter["none"]) + 1
+    mean = np.linspace(2, 30, pairs)
+    if drift:  # each pair's need goes up and down by half, with little scatter
+        phase = generator.uniform(0, 2 * math.pi, pairs)
+        counts = np.round(16 * mean * (1 + np.sin(np.arange(num_steps)[:, None] / 8 + phase) / 2)).astype(int)
+    else:
+        counts = generator.poisson(mean, size=(num_steps, pairs))
+    fair = torch.full((pairs,), round(float(counts.mean())))
+    budgets = {}
+    for looks_back in ((4, 8), (4,), (8,)):
+        monkeypatch.setattr("dion_comm_capped.budgets.LOOKS_BACK", looks_back)
+        learned = LearnedBudgets([fair])
+        for of_step in counts.tolist():
+            observe(learned, of_step)
+        budgets[looks_back] = learned.budgets
+    better, worse = ((4,), (8,)) if drift else ((8,), (4,))
+    assert budgets[4, 8] == budgets[better] != budgets[worse]
 
 
 def test_constant_needs_leave_budgets_alone() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,18 +20,16 @@ from dion_core.transport import Bucket
 Counts = tuple[int, ...]
 """Rows by pair, for all buckets: bucket after bucket, source after source, owner after owner."""
 
-RECENT = 4
-"""Observed steps whose mean tells what a pair will need."""
+LOOKS_BACK = (4, 8)
+"""Observed steps whose mean tells what a pair will need: few where needs drift, many where they scatter."""
 AHEAD = 12
 """Steps from the last one known to the one that a budget is tried on: what it waits for counts, and half its life."""
 WINDOW = 28
 """Observed steps that a learned budget looks back on: `AHEAD`, and those that it is tried on."""
-SHARE = 0.0003
+SHARE = 0.0004
 """Of the rows needed that budgets may have refused when tried on the steps seen."""
-FIRST_MARGIN = 2.3
-"""Standard deviations of a Poisson count that budgets leave until there are steps to try them on."""
-NARROWEST, WIDEST = 1.9, 3.0
-"""The range in which the margin is learned."""
+NARROWEST, WIDEST = 1.85, 3.0
+"""The range in which the margin is learned, in standard deviations; its middle until there are steps to learn from."""
 JUMP = 0.005
 """Budgets are set at once when they would have refused more than this part of a step's rows."""
 SCATTER = 0.25
@@ -67,11 +65,12 @@ class LearnedBudgets:
     """Budgets that follow what the pairs needed.
 
     A budget is what its pair will need by the latest counts, and a margin: the narrowest that would have been wide
-    enough on the steps seen, for all pairs of a bucket together. All budgets are set together, ever more rarely, and
-    at once where they would have refused many rows: a jump. Momentum turns over many steps, so which pairs will be hot
-    is not known soon after a jump: those that fall first may rise next. For 20 steps none is given less than a fair
-    share would need. Say it is 64, and a pair falls from 40 to 15 and then rises to 79: it keeps a budget of
-    64 + 3 * sqrt(65) = 88, where the counts of its fall alone would tell 15 + 3 * sqrt(16) = 27.
+    enough on the steps seen, for all pairs of a bucket together. So is how many counts are the latest: 4 or 8,
+    whichever would have needed the lower budgets. All budgets are set together, ever more rarely, and at once where
+    they would have refused many rows: a jump. Momentum turns over many steps, so which pairs will be hot is not known
+    soon after a jump: those that fall first may rise next. For 20 steps none is given less than a fair share would
+    need. Say it is 64, and a pair falls from 40 to 15 and then rises to 79: it keeps a budget of
+    64 + 3 * sqrt(65) = 88, where the counts of its fall alone would tell 15 + 3 * sqrt(16 * (1 + 1 / 4)) = 28.
 
     Sums are of integers, so that all ranks find the same budgets whatever processors and threads they have.
     """
@@ -124,7 +123,7 @@ class LearnedBudgets:
             self._budgets = self._budgets.maximum(needed)
             self._age, self._unsettled = 0, UNSETTLED
         if self._unsettled:
-            self._budgets = self._budgets.maximum(_with_margin(torch.cat(self._fair).double(), WIDEST))
+            self._budgets = self._budgets.maximum(_certain(torch.cat(self._fair)).with_margin(WIDEST))
         self._due = self._age + max(SHORTEST, self._age // LONGER)
         return not torch.equal(before, self._budgets)
 
@@ -152,44 +151,76 @@ class LearnedBudgets:
         self._unclear, self._unsettled = state["unclear"], state["unsettled"]
 
 
+class _Forecast(NamedTuple):
+    """What pairs will need: (pairs,) or (steps, pairs) float64, and its standard deviation, as large."""
+
+    need: Tensor
+    deviation: Tensor
+
+    def with_margin(self, margin: float) -> Tensor:
+        """int64: budgets, so many standard deviations above the need."""
+        return (self.need + margin * self.deviation).round().long()
+
+
+def _certain(need: Tensor) -> _Forecast:
+    """The forecast if the mean need is known, and each count scatters around it like a Poisson count."""
+    need = need.double()
+    return _Forecast(need, (need + 1).sqrt())
+
+
 def _suitable(seen: Tensor, fair: Tensor) -> Tensor:
     """(pairs,) int64: the budgets that suit the (steps, pairs) counts of one bucket."""
-    forecasts = [_forecast(seen[: last + 1], fair) for last in range(1, len(seen) - AHEAD)]
-    margin = _margin(seen[AHEAD + 1 :], torch.stack(forecasts)) if forecasts else FIRST_MARGIN
+    looks_back, margin = _best(seen, fair)
     # One row at least: what a pair suddenly needs would else wait for as long as the counts take to arrive.
-    return _with_margin(_forecast(seen, fair), margin).maximum(fair.clamp(max=1))
+    return _forecast(seen, fair, looks_back).with_margin(margin).maximum(fair.clamp(max=1))
 
 
-def _forecast(seen: Tensor, fair: Tensor) -> Tensor:
-    """(pairs,) float64: what the pairs will need, between their fair share and the mean of the latest counts.
+def _best(seen: Tensor, fair: Tensor) -> tuple[int, float]:
+    """The number of counts and the margin whose budgets would have been the lowest that refuse only `SHARE`."""
+    later = seen[AHEAD + 1 :]
+    if not len(later):
+        return LOOKS_BACK[0], (NARROWEST + WIDEST) / 2
+    allowed = SHARE * int(later.sum())
+    tried = []
+    for looks_back in LOOKS_BACK:
+        forecasts = [_forecast(seen[: last + 1], fair, looks_back) for last in range(1, len(seen) - AHEAD)]
+        stacked = _Forecast(*map(torch.stack, zip(*forecasts, strict=True)))
+        margin = _margin(later, stacked, allowed)
+        budgets = stacked.with_margin(margin)
+        tried.append((max(_refused(later, budgets), allowed), int(budgets.sum()), looks_back, margin))
+    return min(tried)[2:]
+
+
+def _forecast(seen: Tensor, fair: Tensor, looks_back: int) -> _Forecast:
+    """What the pairs will need, between their fair share and the mean of the latest counts.
 
     The mean is trusted as far as the pairs differ by more than scatter: if all pairs have the same hidden need, the
-    high ones will fall and the low ones rise.
+    high ones will fall and the low ones rise. What is trusted of the mean of n counts brings in 1/n of their variance.
+    After a single count of 16, trusted to 3/4 where 8 are fair, the need is 14, and deviates by
+    sqrt(15 * (1 + 3 / 4)) = 5.1; after 8 such counts, trusted alike, by sqrt(15 * (1 + 3 / 32)) = 4.1.
     """
-    seen = seen[-RECENT:]
+    seen = seen[-looks_back:]
     steps, fair_sum = len(seen), fair * len(seen)
     off = seen.sum(dim=0) - fair_sum
     squares = int(off.square().sum())
     trust = max(1 - int(fair_sum.sum()) / squares, 0.0) if squares else 0.0
-    return fair.double() + trust * (off.double() / steps)
+    need, deviation = _certain(fair.double() + trust * (off.double() / steps))
+    return _Forecast(need, deviation * math.sqrt(1 + trust / steps))
 
 
-def _margin(seen: Tensor, forecasts: Tensor) -> float:
-    """The narrowest margin with which budgets by the (steps, pairs) forecasts would have refused only `SHARE`."""
-    allowed = SHARE * int(seen.sum())
+def _margin(seen: Tensor, forecasts: _Forecast, allowed: float) -> float:
+    """The narrowest margin with which budgets by the (steps, pairs) forecasts would have refused only what is allowed.
+
+    The widest there is where none is wide enough.
+    """
     low, high = NARROWEST, WIDEST
     for _ in range(6):
         middle = (low + high) / 2
-        if _refused(seen, _with_margin(forecasts, middle)) > allowed:
+        if _refused(seen, forecasts.with_margin(middle)) > allowed:
             low = middle
         else:
             high = middle
     return high
-
-
-def _with_margin(forecasts: Tensor, margin: float) -> Tensor:
-    """int64: budgets, `margin` standard deviations of a Poisson count above the forecasts."""
-    return (forecasts + margin * (forecasts + 1).sqrt()).round().long()
 
 
 def _refused(needed: Tensor, budgets: Tensor) -> int:
