@@ -66,9 +66,9 @@ def test_loads_go_on_from_bucket_to_bucket() -> None:
 def test_a_plan_goes_on_where_another_ended() -> None:
     entries = of_equal_cost([640, 320])
     _, loads = planned(entries, 2)
-    (more,), after = plan_shards(of_equal_cost([64, 256]), bucket_elements=10**6, loads=loads, homes={})
-    assert (loads, after) == ([640, 320], [640 + 64, 320 + 256])
-    assert more.ranks == (0, 1), "256 to the less loaded rank 1; 64 to rank 0, since both on rank 1 would be too many"
+    (more,), after = plan_shards(of_equal_cost([256, 256]), bucket_elements=10**6, loads=loads, homes={})
+    assert (loads, after) == ([640, 320], [640 + 256, 320 + 256])
+    assert more.ranks == (1, 0), "from loads of 0 it would be (0, 1)"
 
 
 def test_mixed_sizes_can_make_a_bucket_larger() -> None:
@@ -94,7 +94,7 @@ def test_a_bucket_below_its_size_is_not_closed() -> None:
 
 
 def test_memory_limits_what_cost_wants() -> None:
-    """Rank 0 has the dearest; all four cheap ones would go to rank 1, whose room is 1.3 * 5 * 640 / 2 = 2080 elements."""
+    """Rank 0 has the dearest; all four cheap ones would go to rank 1, which has room for 1.3 * 5 * 640 / 2 = 2080."""
     entries = [Entry(640, 10**6), *[Entry(640, 1)] * 4]
     (bucket,), _ = planned(entries, 2)
     assert bucket.ranks == (0, 1, 1, 1, 0)
