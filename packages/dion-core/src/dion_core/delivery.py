@@ -93,7 +93,8 @@ class FromOwners:
         count, index, factor = torch.split_with_sizes(numbers, [1, total, self._num_numbers - 1 - total], dim=1)
         counts = count[:, 0].long()
         selection = RowSelection.unranked(index.long(), counts, counts.expand(bucket.group.size, -1))
-        row_scale = factor.contiguous().view(accumulation_dtype(bucket.dtype))
+        # In storage of its own: a factor of 8 bytes cannot be read from every place of a message of 4-byte numbers.
+        row_scale = factor.clone(memory_format=torch.contiguous_format).view(accumulation_dtype(bucket.dtype))
         return Update(Rows(rows, self._slot), selection, row_scale)
 
     def traffic(self, bucket: MatrixBucket) -> Traffic:
