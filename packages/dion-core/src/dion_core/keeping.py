@@ -80,9 +80,10 @@ class LikeParameters:
 
     def own_part(self, state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
         if PART in state_dict:
+            part = state_dict[PART]
             raise ValueError(
-                f"this is what rank {state_dict[PART]['rank']} of {state_dict[PART]['world_size']} kept layer by layer, "
-                "without what other ranks did: save full_state_dict() there"
+                f"this is what rank {part['rank']} of {part['world_size']} kept layer by layer, without what other ranks "
+                "did: save full_state_dict() there"
             )
         return state_dict
 

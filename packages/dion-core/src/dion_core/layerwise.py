@@ -10,7 +10,6 @@ buckets of their own, so that no state ever moves. Legend: W ranks.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,12 +25,11 @@ from dion_core.delivery import FromOwners, SharedValues, Target
 from dion_core.keeping import PART, Keeping, LikeParameters
 from dion_core.layout import Axis, split_layout
 from dion_core.owned_state import OwnedBucket, Ownership, gather_state, place_flat, template
-from dion_core.ownership import PARTS, SMALLEST_PART
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan, choice_for, divided, elementwise_parts, trainable_members
 from dion_core.registry import Choice
 from dion_core.rules import Rule
-from dion_core.shard_layout import Entry, plan_shards
+from dion_core.shard_layout import Entry, even_buckets, plan_shards
 from dion_core.state import State
 from dion_core.transport import Transport
 
@@ -233,11 +231,10 @@ class ByOwners:
         kinds: dict[Hashable, list[Member]] = {}
         for member in reversed(new):  # as their gradients become ready
             kinds.setdefault(_kind(member), []).append(member)
-        parts = max(1, min(PARTS, sum(costs[member.number] for member in new) // (self._group.size * SMALLEST_PART)))
         buckets, loads = list(before.buckets), list(before.loads)
         for kind in sorted(kinds.values(), key=lambda of_kind: of_kind[0].group["algorithm"] != "matrix"):
             entries = [_entry(member, costs, shared) for member in kind]
-            size = self._option.bucket_elements or math.ceil(sum(entry.length for entry in entries) / parts)
+            size = self._option.bucket_elements or even_buckets(entries, self._group.size)
             planned, loads = plan_shards(entries, bucket_elements=size, loads=loads, homes=homes)
             for flat in planned:
                 inside = [kind[number] for number in flat.numbers]

@@ -12,9 +12,12 @@ Legend: W ranks, each with one shard of every bucket.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+
+from dion_core.ownership import PARTS, SMALLEST_PART
 
 ALIGNMENT = 64
 """Elements: every parameter starts at a multiple of it, so that rows are read and written in the widest accesses."""
@@ -66,6 +69,13 @@ class FlatBucket:
     def kept_by(self, rank: int) -> list[int]:
         """The places among `numbers` of what the rank keeps, as they lie in its buffer."""
         return sorted((place for place, keeper in enumerate(self.ranks) if keeper == rank), key=self.starts.__getitem__)
+
+
+def even_buckets(entries: Sequence[Entry], world_size: int) -> int:
+    """The elements of a bucket that cut the entries into a few, and into one where a rank has little work in all."""
+    work = sum(entry.cost for entry in entries) / world_size
+    parts = max(1, min(PARTS, math.ceil(work / SMALLEST_PART)))
+    return math.ceil(sum(entry.length for entry in entries) / parts)
 
 
 def plan_shards(
