@@ -82,8 +82,8 @@ class LikeParameters:
         if PART in state_dict:
             part = state_dict[PART]
             raise ValueError(
-                f"this is what rank {part['rank']} of {part['world_size']} kept layer by layer, without what other ranks "
-                "did: save full_state_dict() there"
+                f"this is what rank {part['rank']} of {part['world_size']} kept layer by layer, without what other "
+                "ranks did: save full_state_dict() there"
             )
         return state_dict
 
