@@ -238,8 +238,8 @@ def tied_storage(mode: Any) -> tuple[list[str], list[Tensor]]:
     """Two parameters with one storage, as a head and an embedding can be, beside others."""
     shared = torch.ones(16, 8)
     head, embedding = nn.Parameter(shared), nn.Parameter(shared)
-    others = [nn.Parameter(torch.ones(16, 8)) for _ in range(3)]
-    names = ["head", "one", "two", "three", "embedding"]
+    others = [nn.Parameter(torch.ones(16, 8)) for _ in range(4)]
+    names = ["head", "one", "two", "three", "four", "embedding"]
     entries = list(zip(names, [head, *others, embedding], strict=True))
     optimizer = Muon([{"params": entries, "algorithm": "adamw", "lr": 0.1}], group=dist.group.WORLD, state=mode)
     for number, (_, parameter) in enumerate(entries):
