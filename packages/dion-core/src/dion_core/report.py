@@ -39,14 +39,7 @@ def make_report(
         past: rows chosen, refused and left out as not finite under earlier plans, since the last report.
     """
     buckets = [_bucket(target, [plan.buckets[number] for number in target.sources]) for target in plan.targets]
-    names = ("chosen", "deferred", "nonfinite")
-    rows = {
-        name: sum(bucket["rows"][name] for bucket in buckets) + before for name, before in zip(names, past, strict=True)
-    }
-    rows["applied"] = rows["chosen"] - rows["deferred"]
-    waited = [local_tensor(state[WAITED]) for state in states.values() if WAITED in state]
-    rows["waiting"] = sum(int((steps > 0).sum()) for steps in waited)
-    rows["oldest_waiting"] = max((int(steps.max()) for steps in waited if steps.numel()), default=0)
+    rows = _rows(buckets, states, past)
     num_skipped = int(skipped)
     skipped.zero_()
     transport = None
@@ -93,6 +86,19 @@ def _workspace(plan: Plan, reports: Sequence[Report]) -> int:
     return max(
         (sum(buffers[n : n + BUCKETS_IN_FLIGHT]) + max(inside[n : n + BUCKETS_IN_FLIGHT]) for n in pairs), default=0
     )
+
+
+def _rows(buckets: Sequence[Report], states: Mapping[Tensor, State], past: Sequence[int]) -> Report:
+    """Rows of all buckets, under earlier plans too, and those that wait now."""
+    names = ("chosen", "deferred", "nonfinite")
+    rows = {
+        name: sum(bucket["rows"][name] for bucket in buckets) + before for name, before in zip(names, past, strict=True)
+    }
+    rows["applied"] = rows["chosen"] - rows["deferred"]
+    waited = [local_tensor(state[WAITED]) for state in states.values() if WAITED in state]
+    rows["waiting"] = sum(int((steps > 0).sum()) for steps in waited)
+    rows["oldest_waiting"] = max((int(steps.max()) for steps in waited if steps.numel()), default=0)
+    return rows
 
 
 def _state(plan: Plan, states: Mapping[Tensor, State]) -> Report:
