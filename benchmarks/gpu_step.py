@@ -1,12 +1,15 @@
-"""The time of one optimizer step on a GPU, as one rank of W, with loopback collectives.
+"""The time of one optimizer step on a GPU, as one rank of W with loopback collectives, or on W GPUs.
 
     python -m benchmarks.gpu_step [--case 5120x8:4:local ...] [--fraction 0.25] [--peer] [--captured]
                                   [--wire 25] [--kernels] [--trace FOLDER]
+    torchrun --nproc-per-node 2 -m benchmarks.gpu_step --world 2 [...]
 
 A case is INVENTORY:W:TRANSPORT. bf16 parameters, gradients and state, FSDP2 row shards, NorDion2, gradients renewed
 before every step. With --peer the public `dion` package runs in the same process on the same inventory, if it can be
-imported. --wire models a wire of so many GB/s; --trace writes a step of every case in the Chrome format. Results are
-kept as JSON under benchmarks/results/ with the machine named.
+imported. --wire models a wire of so many GB/s; --trace writes a step of every case in the Chrome format. With --world
+the collectives are NCCL's, and every figure is that of the slowest rank. Results are kept as JSON under
+benchmarks/results/ with the machine named. All cases are timed before any is profiled, since a profiler that has once
+run slows every later launch of its process.
 """
 
 from __future__ import annotations
@@ -14,18 +17,22 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.inventories import INVENTORIES, renew_gradients, sharded_parameters
-from benchmarks.step_timing import ceilings, profiled, time_steps
+from benchmarks.step_timing import ceilings, profiled, stages_of, time_steps
 from dion_core import NorDion2
 from dion_core.ownership import newton_schulz_cost
 from dion_core.testing.loopback import Wire, loopback
@@ -37,8 +44,9 @@ CASES = (
     "1b:8:local",
     "1b:8:capped",
 )
+WORLD_CASES = ("5120x8:local", "5120x8:capped", "5120x8:varlen", "5120x8:full", "1b:local", "1b:capped", "14b:capped")
 RESULTS = Path(__file__).parent / "results"
-COLUMNS = ("isolated", "hidden", "host", "peak_mib", "seconds_to_third_step", "launches", "host_reads")
+COLUMNS = ("isolated", "hidden", "host", "peak_mib", "seconds_to_third_step", "host_reads")
 
 
 @dataclass(frozen=True)
@@ -69,15 +77,24 @@ class Settings:
     wire: float | None
     kernels: bool
     trace: Path | None
+    world: int | None
 
 
-def measure(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
-    """One row of the table, of this project or of the public package."""
+@dataclass(frozen=True)
+class Running:
+    """An optimizer that is built by `build`, which returns its step, and what renews its gradients."""
+
+    build: Callable[[], Callable[[], Any]]
+    renew: Callable[[], None]
+    made: list[Any]
+
+
+@contextmanager
+def running(case: Case, settings: Settings, *, peer: bool) -> Iterator[Running]:
+    """The case with its parameters, of this project or of the public package."""
     gc.collect()
     torch.cuda.empty_cache()
-    fraction = settings.fraction
-    wire = None if settings.wire is None else Wire(settings.wire * 1e9)
-    with loopback(case.world_size, "cuda", wire=wire) as (mesh, _):
+    with _mesh(case, settings) as mesh:
         parameters = sharded_parameters(INVENTORIES[case.inventory], mesh, torch.bfloat16)
         made: list[Any] = []
 
@@ -85,43 +102,68 @@ def measure(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
             if peer:
                 from benchmarks.peer import build_peer
 
-                made.append(build_peer(parameters, mesh, fraction, scope=_peer_scope(case.transport)))
+                scope, loopback = _peer_scope(case.transport), settings.world is None
+                made.append(build_peer(parameters, mesh, settings.fraction, scope=scope, loopback=loopback))
             else:
-                made.append(NorDion2(parameters, lr=0.01, fraction=fraction, transport=case.transport))
+                made.append(NorDion2(parameters, lr=0.01, fraction=settings.fraction, transport=case.transport))
                 if settings.captured:
                     made[0].capture()
             step: Callable[[], Any] = made[0].step
             return step
 
-        def renew() -> None:
-            renew_gradients(parameters)
-
-        timing = time_steps(build, renew)
-        _profile(made[0].step, renew, settings, str(case).replace(":", "-") + "-peer" * peer)
-        report = {} if peer else made[0].report()
+        yield Running(build, lambda: renew_gradients(parameters), made)
         if settings.captured and not peer:
             made[0].release()
+
+
+@contextmanager
+def _mesh(case: Case, settings: Settings) -> Iterator[DeviceMesh]:
+    if settings.world is not None:
+        yield init_device_mesh("cuda", (settings.world,))
+        return
+    wire = None if settings.wire is None else Wire(settings.wire * 1e9)
+    with loopback(case.world_size, "cuda", wire=wire) as (mesh, _):
+        yield mesh
+
+
+def measure(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
+    """One row of the table, without what a profiler says."""
+    with running(case, settings, peer=peer) as run:
+        timing = time_steps(run.build, run.renew, together=settings.world is not None)
+        report = {} if peer else run.made[0].report()
     return {
         "case": str(case) + " (public dion)" * peer,
-        "fraction": fraction,
+        "fraction": settings.fraction,
         "captured": settings.captured and not peer,
         "wire_gb_per_s": settings.wire,
+        "world": settings.world,
         **timing.as_dict(),
         "host_reads": report.get("host_reads_per_step"),
         "rows": report.get("rows"),
     }
 
 
-def _profile(step: Callable[[], Any], renew: Callable[[], None], settings: Settings, name: str) -> None:
-    """Prints the slowest kernels and writes a trace of that name, as the settings ask for."""
-    if not settings.kernels and settings.trace is None:
-        return
-    profile = profiled(step, renew)
-    if settings.kernels:
-        print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=60))
+def profile(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
+    """What a profiler says of the case: launches and stages; prints and writes what the settings ask for."""
+    with running(case, settings, peer=peer) as run:
+        step = run.build()
+        for _ in range(3):
+            run.renew()
+            step()
+        found = profiled(step, run.renew)
+        launches, stages = stages_of(found)
+    if settings.kernels and _is_first():
+        print(found.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=60))
     if settings.trace is not None:
         settings.trace.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(settings.trace / f"{name}.json.gz"))
+        rank = f"-rank{dist.get_rank()}" if settings.world is not None else ""
+        name = str(case).replace(":", "-") + "-peer" * peer + "-captured" * settings.captured + rank
+        found.export_chrome_trace(str(settings.trace / f"{name}.json.gz"))
+    return {"launches": launches, "stages": stages}
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _peer_scope(transport: str) -> str:
@@ -167,37 +209,53 @@ def fractions_of_ceiling(row: dict[str, Any], case: Case, best: dict[str, float]
     return parts
 
 
-def show(row: dict[str, Any], case: Case, best: dict[str, float]) -> None:
-    """Prints a row and its stages."""
-    values = " ".join(f"{name} {row[name]:.2f}" for name in COLUMNS if isinstance(row[name], int | float))
-    parts = fractions_of_ceiling(row, case, best)
-    stages = ", ".join(
+def show(row: dict[str, Any]) -> None:
+    """Prints a row, or its stages once they are known."""
+    if "stages" not in row:
+        print(row["case"], *(f"{name} {row[name]:.2f}" for name in COLUMNS if row[name] is not None), flush=True)
+        return
+    parts = row["of_ceiling"]
+    stages = (
         f"{name} {ms:.2f}" + (f" ({parts[name]:.0%})" if name in parts else "") for name, ms in row["stages"].items()
     )
-    print(f"{row['case']}  {values}\n    {stages}", flush=True)
+    print(f"{row['case']}: {row['launches']} launches; {', '.join(stages)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="+", default=CASES, metavar="INVENTORY:W:TRANSPORT")
+    parser.add_argument("--case", nargs="+", metavar="INVENTORY:W:TRANSPORT")
     parser.add_argument("--fraction", type=float, default=0.25)
     parser.add_argument("--peer", action="store_true", help="the public dion package too")
     parser.add_argument("--captured", action="store_true", help="the step as a CUDA graph")
     parser.add_argument("--wire", type=float, help="bandwidth of a modelled wire in GB/s")
     parser.add_argument("--trace", type=Path, help="folder for Chrome traces")
     parser.add_argument("--kernels", action="store_true", help="print the slowest kernels of each case")
+    parser.add_argument("--world", type=int, help="number of GPUs, under torchrun")
     parser.add_argument("--output", type=Path, default=None, help="default: benchmarks/results/gpu_step-MACHINE.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("a GPU is needed: torch.cuda.is_available() is False")
-    settings = Settings(arguments.fraction, arguments.captured, arguments.wire, arguments.kernels, arguments.trace)
+    names = ("fraction", "captured", "wire", "kernels", "trace", "world")
+    settings = Settings(*(getattr(arguments, name) for name in names))
+    default = CASES
+    if settings.world is not None:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+        if dist.get_world_size() != settings.world:
+            sys.exit(f"--world is {settings.world}, torchrun started {dist.get_world_size()} processes")
+        default = tuple(text.replace(":", f":{settings.world}:") for text in WORLD_CASES)
+    cases = [Case.parse(text) for text in arguments.case or default]
+    run_all(cases, settings, peer=arguments.peer, output=arguments.output)
+    if settings.world is not None:
+        dist.destroy_process_group()
+
+
+def run_all(cases: Sequence[Case], settings: Settings, *, peer: bool, output: Path | None) -> None:
+    """Measures, then profiles all cases; prints the table and keeps it after every case, as a long run may be cut."""
     best = ceilings()
-    print(f"copy {best['copy'] / 1e12:.2f} TB/s, bf16 product {best['product'] / 1e12:.0f} TFLOP/s", flush=True)
     machine = torch.cuda.get_device_name()
-    output = (
-        arguments.output or RESULTS / f"gpu_step-{machine.replace(' ', '-')}{'-captured' * arguments.captured}.json"
-    )
-    output.parent.mkdir(parents=True, exist_ok=True)
+    kind = "-captured" * settings.captured + (f"-world{settings.world}" if settings.world else "")
+    output = output or RESULTS / f"gpu_step-{machine.replace(' ', '-')}{kind}.json"
     content: dict[str, Any] = {
         "machine": machine,
         "torch": torch.__version__,
@@ -206,14 +264,26 @@ def main() -> None:
         "ceilings": best,
         "rows": [],
     }
-    for text in arguments.case:
-        case = Case.parse(text)
-        for peer in (False, True) if arguments.peer else (False,):
-            row = measure(case, settings, peer=peer)
-            show(row, case, best)
-            content["rows"].append({**row, "of_ceiling": fractions_of_ceiling(row, case, best)})
-            output.write_text(json.dumps(content, indent=1) + "\n")  # after every case: a long run may be cut short
-    print(f"written to {output}")
+    if _is_first():
+        output.parent.mkdir(parents=True, exist_ok=True)
+        print(f"copy {best['copy'] / 1e12:.2f} TB/s, bf16 product {best['product'] / 1e12:.0f} TFLOP/s", flush=True)
+    each = [(case, of_peer) for case in cases for of_peer in ((False, True) if peer else (False,))]
+    for case, of_peer in each:
+        row = measure(case, settings, peer=of_peer)
+        content["rows"].append(row)
+        _keep(content, output, row, case)
+    for row, (case, of_peer) in zip(content["rows"], each, strict=True):
+        row.update(profile(case, settings, peer=of_peer))
+        row["of_ceiling"] = fractions_of_ceiling(row, case, best)
+        _keep(content, output, row, case)
+    if _is_first():
+        print(f"written to {output}")
+
+
+def _keep(content: dict[str, Any], output: Path, row: dict[str, Any], case: Case) -> None:
+    if _is_first():
+        output.write_text(json.dumps(content, indent=1) + "\n")
+        show(row)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,15 +16,16 @@ class _Arrived:
         return True
 
 
-def build_peer(parameters: list[nn.Parameter], mesh: DeviceMesh, fraction: float, *, scope: str) -> Any:
-    """Its NorDion2 with its fast kernels, on the collectives of a process group that goes nowhere.
+def build_peer(parameters: list[nn.Parameter], mesh: DeviceMesh, fraction: float, *, scope: str, loopback: bool) -> Any:
+    """Its NorDion2 with its fast kernels; `loopback`: on the collectives of a process group that goes nowhere.
 
     Raises:
         ImportError: the package is not installed.
     """
     from dion import NorDion2 as Peer
 
-    dist.all_to_all, dist.all_gather = _copy_all, _copy_to_all
+    if loopback:
+        dist.all_to_all, dist.all_gather = _copy_all, _copy_to_all
     torch._dynamo.reset()
     return Peer(
         parameters,
@@ -32,7 +34,8 @@ def build_peer(parameters: list[nn.Parameter], mesh: DeviceMesh, fraction: float
         weight_decay=0.01,
         fraction=fraction,
         selection_scope=scope,
-        use_gram_newton_schulz=True,
+        use_gram_newton_schulz=find_spec("gram_newton_schulz") is not None,  # else its own kernels in Triton
+        use_polar_express=True,
         use_triton=True,
         triton_post_ortho=True,
     )

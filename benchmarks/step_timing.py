@@ -6,10 +6,11 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 WARM_UP, REPEATS = 3, 12
 
@@ -35,8 +36,6 @@ class Timing:
         host: of the call of `step`.
         peak_mib: most memory allocated during a step, above what stays allocated, in MiB.
         seconds_to_third_step: from construction to the end of the third step, in s.
-        launches: kernels, copies and fills a step.
-        stages: device time by stage.
     """
 
     isolated: float
@@ -44,8 +43,6 @@ class Timing:
     host: float
     peak_mib: float
     seconds_to_third_step: float
-    launches: int
-    stages: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,14 +73,15 @@ def median_ms(work: Callable[[], Any], repeats: int = 10) -> float:
     return statistics.median(times)
 
 
-def time_steps(build: Callable[[], Callable[[], Any]], renew: Callable[[], None]) -> Timing:
+def time_steps(build: Callable[[], Callable[[], Any]], renew: Callable[[], None], *, together: bool) -> Timing:
     """Times of a step.
 
     Args:
         build: makes the optimizer and returns its step.
         renew: gives the parameters fresh gradients, before each step and outside what is timed.
+        together: whether the ranks of the process group start each step together; times are the slowest rank's.
     """
-    torch.cuda.synchronize()
+    _wait(together)
     started = time.perf_counter()
     step = build()
     for _ in range(WARM_UP):
@@ -93,18 +91,29 @@ def time_steps(build: Callable[[], Callable[[], Any]], renew: Callable[[], None]
     seconds = time.perf_counter() - started
     steady = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    isolated, host = _timed(step, renew, busy_ms=0.0)
+    isolated, host = _timed(step, renew, busy_ms=0.0, together=together)
     peak = torch.cuda.max_memory_allocated() - steady
-    hidden, _ = _timed(step, renew, busy_ms=max(20.0, 1.5 * host))
-    launches, stages = _profile(step, renew)
-    return Timing(isolated, hidden, host, peak / 2**20, seconds, launches, stages)
+    hidden, _ = _timed(step, renew, busy_ms=max(20.0, 1.5 * host), together=together)
+    values = torch.tensor([isolated, hidden, host, peak / 2**20, seconds], device="cuda", dtype=torch.float64)
+    if together:
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+    return Timing(*values.tolist())
 
 
-def _timed(step: Callable[[], Any], renew: Callable[[], None], *, busy_ms: float) -> tuple[float, float]:
+def _wait(together: bool) -> None:
+    torch.cuda.synchronize()
+    if together:
+        dist.barrier()
+        torch.cuda.synchronize()
+
+
+def _timed(
+    step: Callable[[], Any], renew: Callable[[], None], *, busy_ms: float, together: bool
+) -> tuple[float, float]:
     device, host = [], []
     for _ in range(REPEATS):
         renew()
-        torch.cuda.synchronize()
+        _wait(together)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if busy_ms:
             torch.cuda._sleep(int(busy_ms * 1.9e6))  # cycles at no more than 1.98 GHz
@@ -129,10 +138,10 @@ def profiled(step: Callable[[], Any], renew: Callable[[], None]) -> Any:
     return profile
 
 
-def _profile(step: Callable[[], Any], renew: Callable[[], None]) -> tuple[int, dict[str, float]]:
-    """Launches of one step, and the device time of its kernels by stage in ms."""
+def stages_of(profile: Any) -> tuple[int, dict[str, float]]:
+    """Launches (kernels, copies and fills) of one profiled step, and the device time of its kernels by stage in ms."""
     launches, stages = 0, Counter[str]()
-    for event in profiled(step, renew).events():
+    for event in profile.events():
         annotation = event.is_user_annotation or event.name.startswith("Optimizer.")
         if event.device_type == torch.autograd.DeviceType.CUDA and not annotation:
             launches += 1

@@ -112,19 +112,20 @@ class Outcome(NamedTuple):
 
 
 def whole_mesh() -> DeviceMesh:
-    """A one-dimensional mesh of all ranks."""
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ranks",))
+    """A one-dimensional mesh of all ranks, on GPUs where they communicate by NCCL."""
+    device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
 
 
 def place(value: Tensor, placement: Placement, mesh: DeviceMesh) -> DTensor:
     """This rank's part of a whole tensor that every rank has. No communication."""
-    return distribute_tensor(value.clone(), mesh, [placement], src_data_rank=None)
+    return distribute_tensor(value.clone().to(mesh.device_type), mesh, [placement], src_data_rank=None)
 
 
 def placed(value: Tensor, layout: str, mesh: DeviceMesh) -> Tensor:
     """A copy of the value as it lies on this rank; vectors have no second dimension to split."""
     if layout in ("ddp", "plain"):
-        return value.clone()
+        return value.clone().to(mesh.device_type)
     if layout == "hsdp":
         both = init_device_mesh("cpu", (2, mesh.size() // 2))
         return distribute_tensor(value.clone(), both, [Replicate(), Shard(0)], src_data_rank=None)
@@ -161,8 +162,8 @@ def set_gradients(
 
 
 def local(tensor: Tensor) -> Tensor:
-    """A copy of this rank's part."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    """A copy of this rank's part, on the CPU."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone().cpu()
 
 
 def snapshot(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Snapshot:

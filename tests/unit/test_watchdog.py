@@ -3,10 +3,12 @@
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from dion_core import collectives, watchdog
 from dion_core.collectives import TransportError
@@ -163,3 +165,47 @@ def test_after_an_abort_every_collective_raises(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(collectives.WATCHDOG, "failure", "all_to_all for a bucket did not end within 18 s")
     with pytest.raises(TransportError, match="all_to_all for a bucket did not end"):
         collectives._Pending().wait()
+
+
+class FakeEvent:
+    """An event on a stream that has got past it once `passed` is set."""
+
+    passed = False
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        assert self.recorded
+        return FakeEvent.passed
+
+
+def test_a_work_is_let_go_of_once_the_stream_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the tensors of its collective, and the watchdog may look only many steps later."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    work = FakeWork(done=False)
+    watched = collectives._Watched([work])
+    gone = weakref.ref(work)
+    assert not watched.is_completed()
+    work.done = True
+    assert watched.is_completed()
+    watched.waited()
+    del work
+    assert gone() is None
+    assert not watched.is_completed()
+    monkeypatch.setattr(FakeEvent, "passed", True)
+    assert watched.is_completed()
+
+
+def test_waiting_for_a_collective_lets_go_of_its_work() -> None:
+    class Waited:
+        calls = 0
+
+        def waited(self) -> None:
+            self.calls += 1
+
+    watched = Waited()
+    pending = collectives._Pending([], [], "nothing", watched)  # type: ignore[arg-type]
+    pending.wait()
+    pending.wait()
+    assert watched.calls == 1

@@ -40,6 +40,7 @@ class Member:
     name: str
     group: Mapping[str, Any]
     number: int
+    _checked: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def gradient(self) -> Tensor | None:
         """This rank's part of the gradient, or None.
@@ -47,10 +48,13 @@ class Member:
         Raises:
             ValueError: the gradient is sparse, or lies elsewhere than the parameter.
         """
-        parameter, gradient = self.parameter, self.parameter.grad
-        if gradient is None:
-            return None
-        local = gradient
+        gradient = self.parameter.grad
+        if type(gradient) is DTensor and gradient._spec is self._checked.get("spec"):
+            return gradient._local_tensor  # gradients share one spec from step to step
+        return None if gradient is None else self._checked_gradient(gradient)
+
+    def _checked_gradient(self, gradient: Tensor) -> Tensor:
+        parameter, local = self.parameter, gradient
         alike = isinstance(gradient, DTensor) == isinstance(parameter, DTensor)
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             alike = gradient._spec is parameter._spec or gradient.placements == parameter.placements
@@ -62,6 +66,8 @@ class Member:
             )
         if local.layout is not torch.strided:
             raise ValueError(f"{self.name}: a gradient of layout {local.layout} is not supported, only strided ones")
+        if isinstance(gradient, DTensor):
+            self._checked["spec"] = gradient._spec
         return local
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dion_core.watchdog import WATCHDOG
+from dion_core.watchdog import WATCHDOG, Work
 
 Reduction = Literal["sum", "max"]
 
@@ -131,17 +131,49 @@ _gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", No
 class _Pending:
     """Works to wait for, with the tensors that they read and write kept alive until then."""
 
-    def __init__(self, works: Sequence[dist.Work] = (), tensors: Sequence[Tensor] = (), what: str = "") -> None:
+    def __init__(
+        self,
+        works: Sequence[dist.Work] = (),
+        tensors: Sequence[Tensor] = (),
+        what: str = "",
+        watched: _Watched | None = None,
+    ) -> None:
         self._works = works
         self._tensors = tensors
         self._what = what
+        self._watched = watched
 
     def wait(self) -> None:
         _raise_failure()
         with _named_errors(self._what):
             for work in self._works:
                 work.wait()  # on gloo bounded by the time-out of the process group
-        self._works, self._tensors = (), ()
+        if self._watched is not None:
+            self._watched.waited()
+        self._works, self._tensors, self._watched = (), (), None
+
+
+class _Watched:
+    """A collective on a GPU as the watchdog sees it.
+
+    A work holds its tensors. The watchdog may look at it long after the step has gone on, so once the stream waits for
+    the work, an event behind it stands in its place.
+    """
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+        self._event: torch.cuda.Event | None = None
+
+    def waited(self) -> None:
+        """The current stream waits for the works: it lets go of them."""
+        event = torch.cuda.Event()
+        event.record()
+        self._event = event
+        self._works = ()
+
+    def is_completed(self) -> bool:
+        works, event = self._works, self._event  # in this order: an event is there before the works are gone
+        return event.query() if event is not None else all(work.is_completed() for work in works)
 
 
 def _raise_failure() -> None:
@@ -237,14 +269,28 @@ class TorchGroup:
         what = f"{name} for {self.label or 'the optimizer'} on rank {dist.get_rank()} among ranks {self.ranks}"
         with _named_errors(what):
             works = start()
-        if tensors[0].is_cuda:
-            seconds = 0.9 * self._timeout(tensors[0].device)  # before torch's own watchdog, which names no bucket
-            WATCHDOG.watch(works, what, seconds, self.process_group.abort)
-        return _Pending(works, tensors, what)
+        watched = None
+        if tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+            watched = _Watched(works)
+            self._watch(watched, what, tensors[0].device)
+        return _Pending(works, tensors, what, watched)
 
-    def _timeout(self, device: torch.device) -> float:
+    def _watch(self, watched: Work, what: str, device: torch.device) -> None:
+        """Bounds something that runs on the device by the time-out of the process group."""
         timeout: timedelta = self.process_group._get_backend(device).options._timeout
-        return timeout.total_seconds()
+        seconds = 0.9 * timeout.total_seconds()  # before torch's own watchdog, which names no bucket
+        WATCHDOG.watch([watched], what, seconds, self.process_group.abort)
+
+
+def watch_stream(group: Group, what: str, device: torch.device) -> None:
+    """Bounds all that the current stream was given so far by the time-out of the group, if it has one on a GPU.
+
+    For collectives that no call here launches: those of a captured graph that is replayed.
+    """
+    if isinstance(group, TorchGroup) and device.type == "cuda":
+        watched = _Watched(())
+        watched.waited()
+        group._watch(watched, f"{what} on rank {dist.get_rank()} among ranks {group.ranks}", device)
 
 
 def _operation(reduction: Reduction) -> dist.ReduceOp.RedOpType:

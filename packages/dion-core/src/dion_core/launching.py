@@ -1,31 +1,60 @@
 """Launches of Triton kernels at a small part of the usual host time.
 
 Triton works out anew at every call what its arguments have in common with those of earlier calls, which takes longer
-than most launches here may. So what was compiled is kept by that which the compiler is told of the arguments.
+than most launches here may. So what was compiled is kept by that which the compiler is told of the arguments, and
+launched through the driver (`cuda_driver`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import logging
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from dion_core.cuda_driver import DriverKernel, described, load
+
+logger = logging.getLogger("dion_core")
+
 _ALIGNMENT = 16
 """Bytes: of a pointer the compiler is told whether it is a multiple of it."""
 
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-"""Kernels by what they were compiled for, with their constants in the order of their parameters."""
+_compiled: dict[tuple[Any, ...], tuple[DriverKernel | None, Any]] = {}
+"""Kernels by what they were compiled for: as the driver launches them, and as Triton compiled them."""
 
 _is_constant: dict[int, tuple[bool, ...]] = {}
 """By kernel (its id, since its hash is slow), for every parameter whether it is a compile-time constant."""
 
 
+class Descriptors:
+    """What tells a kernel's copy engine where its operands lie, kept from launch to launch.
+
+    Attributes:
+        descriptors: of Triton, for the first arguments of the one kernel that this is for.
+        form: what the compiler is told of them that does not follow from the kernel's other arguments.
+    """
+
+    def __init__(self, descriptors: Sequence[Any], form: Hashable) -> None:
+        self.descriptors, self.form = descriptors, form
+        self._packed: list[Any] = []
+
+    def packed(self, compiled: Any) -> list[Any]:
+        """What the driver is given in their place."""
+        if not self._packed:
+            each = (described(descriptor, compiled, number) for number, descriptor in enumerate(self.descriptors))
+            self._packed = [value for values in each for value in values]
+        return self._packed
+
+
+_NO_DESCRIPTORS = Descriptors((), None)
+
+
 def launch(
     kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int, second: int = 1,
-    contracted: bool = False, told: Hashable = None, **constants: Any,
+    contracted: bool = False, descriptors: Descriptors = _NO_DESCRIPTORS, **constants: Any,
 ) -> None:  # fmt: skip
     """Starts `programs` (perhaps no) programs of the kernel, times `second`, on the device's current stream.
 
@@ -33,36 +62,42 @@ def launch(
         kernel: a `triton.jit` or `gluon.jit` function whose integers are all in `do_not_specialize`.
         programs: how many along the first axis of the grid.
         device: of all tensors.
-        arguments: the first ones, in order.
+        arguments: the first ones, in order, after the descriptors.
         warps: of one program.
         second: how many programs along the second axis of the grid.
         contracted: whether products and sums may be contracted, always the same for a kernel. If they may not, results
             are those of the definitions, bit for bit.
-        told: all that the compiler is told of the arguments, where the caller knows it; None: it is looked up.
+        descriptors: the very first arguments.
         constants: the other arguments, compile-time constants, in the same order at every call.
     """
     if programs == 0:
         return
     if not isinstance(kernel, triton.JITFunction):  # the interpreter
-        kernel[(programs, second)](*arguments, **constants, num_warps=warps)
+        kernel[(programs, second)](*descriptors.descriptors, *arguments, **constants, num_warps=warps)
         return
-    if device.index is not None and device.index != torch.cuda.current_device():
+    current = torch.cuda.current_device()
+    if device.index is not None and device.index != current:
         with torch.cuda.device(device):
             launch(
                 kernel, programs, device, *arguments,
-                warps=warps, second=second, contracted=contracted, told=told, **constants,
+                warps=warps, second=second, contracted=contracted, descriptors=descriptors, **constants,
             )  # fmt: skip
         return
-    if told is None:
-        told = tuple(map(_told, arguments, _is_constant.get(id(kernel)) or _look(kernel)))
-    key = (id(kernel), device, warps, told, *constants.values())
+    given = descriptors.descriptors
+    form, values = _look_at(arguments, (_is_constant.get(id(kernel)) or _look(kernel))[len(given) :])
+    key = (id(kernel), current, warps, descriptors.form, form, *constants.values())
     known = _compiled.get(key)
     if known is None:
         options = {"num_warps": warps, "enable_fp_fusion": contracted}
-        _compiled[key] = _compile(kernel, (programs, second), arguments, constants, options)
-    else:
-        compiled, in_order = known
-        compiled[(programs, second, 1)](*arguments, *in_order)
+        known = _compiled[key] = _compile(kernel, (*given, *arguments), constants, options)
+    ready, compiled = known
+    if ready is None:
+        in_order = [constants[name] for name in kernel.arg_names[len(given) + len(arguments) :]]
+        compiled[(programs, second, 1)](*given, *arguments, *in_order)
+        return
+    if given:
+        values = descriptors.packed(compiled) + values
+    ready.launch(programs, second, torch._C._cuda_getCurrentRawStream(current), values)
 
 
 def cdiv(length: int, size: int) -> int:
@@ -79,26 +114,37 @@ def _look(kernel: Any) -> tuple[bool, ...]:
     return _is_constant.setdefault(id(kernel), tuple(parameter.is_constexpr for parameter in kernel.params))
 
 
-def _told(argument: Any, is_constant: bool) -> Any:
-    """What the compiler is told of an argument: the constant, the type of a number, or dtype and alignment."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
-    if is_constant:
-        return argument
-    return isinstance(argument, float) or -(2**31) <= argument < 2**31
+def _look_at(arguments: Sequence[Any], is_constant: Sequence[bool]) -> tuple[tuple[Any, ...], list[Any]]:
+    """What the compiler is told of arguments, and the values that a launch passes.
+
+    It is told constants, whether numbers are floating and whether they need 64 bits, and of tensors the dtype and the
+    alignment: (torch.float32, True) of one that starts at a multiple of 16 bytes.
+    """
+    form: list[Any] = []
+    values: list[Any] = []
+    for argument, constant in zip(arguments, is_constant, strict=False):
+        if constant:
+            form.append(argument)
+        elif isinstance(argument, Tensor):
+            address = argument.data_ptr()
+            values.append(address)
+            form.append((argument.dtype, address % _ALIGNMENT == 0))
+        else:
+            values.append(argument)
+            form.append(float if isinstance(argument, float) else -(2**31) <= argument < 2**31)
+    return tuple(form), values
 
 
 def _compile(
-    kernel: Any,
-    grid: tuple[int, int],
-    arguments: tuple[Any, ...],
-    constants: dict[str, Any],
-    options: dict[str, Any],
-) -> tuple[Any, tuple[Any, ...]]:
-    """Launches through Triton, which compiles if it has to; what it launched, and the constants in order."""
+    kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], options: dict[str, Any]
+) -> tuple[DriverKernel | None, Any]:
+    """The kernel compiled for such arguments, as the driver launches it (if it can) and as Triton does."""
     for parameter, argument in zip(kernel.params, arguments, strict=False):
         # Else another value would be launched with what was compiled for 1 or for multiples of 16.
         known = parameter.is_constexpr or parameter.do_not_specialize or not isinstance(argument, int)
         assert known, f"{parameter.name} of {kernel.__name__} has to be in do_not_specialize"
-    compiled = kernel[grid](*arguments, **constants, **options)
-    return compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+    compiled = kernel.run(*arguments, grid=(1,), warmup=True, **constants, **options)
+    ready = load(compiled)
+    if ready is None:
+        logger.info("%s is launched by Triton, which takes longer: its parameters are others here", kernel.__name__)
+    return ready, compiled

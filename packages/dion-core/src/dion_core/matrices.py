@@ -57,7 +57,7 @@ class Matrices(Sequence[Any]):
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether `tensors` lie where and as those do that it was made of."""
-        return self.starts == starts(tensors) and set(map(Tensor.stride, tensors)) <= {self.stride}
+        return self.starts == list(map(Tensor.data_ptr, tensors)) and set(map(Tensor.stride, tensors)) <= {self.stride}
 
 
 def matrices(tensors: Sequence[Tensor | None], addresses: Tensor, like: Tensor) -> Matrices:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dion_core.capture import StepGraph, check_capturable, form
+from dion_core.collectives import watch_stream
 from dion_core.elementwise import adamw_, lion_
 from dion_core.layerwise import keeping_for
 from dion_core.membership import check_same_group, check_same_ranks, listed, replica_group, stepping_group
@@ -114,6 +115,8 @@ class MatrixOptimizer(Optimizer):
             work()
         else:
             self._graph.run(work, (self._num_plans, form(plan, operands, self.state)))
+            for group in dict.fromkeys((self._group, *plan.exchange_groups)):
+                watch_stream(group, "a captured step", self._device)
         if plan.session is not None:
             plan.session.end()
         self._num_steps += 1

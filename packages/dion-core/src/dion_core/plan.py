@@ -70,6 +70,11 @@ class Plan:
         """The buckets whose rows travel through the transport."""
         return [bucket for bucket in self.buckets if needs_transport(bucket.bucket.layout)]
 
+    @cached_property
+    def exchange_groups(self) -> Sequence[Group]:
+        """The sets of ranks that exchange something of a bucket, each once."""
+        return list(dict.fromkeys(bucket.bucket.layout.group for bucket in self.buckets))
+
     def describe(self) -> list[str]:
         """The plan in lines that are the same on every rank."""
         # Parameters come first: the first line that differs then says what a rank lacks, not what follows from it.

@@ -22,6 +22,12 @@ def _flags(here: tuple[bool, ...], device: torch.device) -> Tensor:
     return torch.tensor([*map(float, here), 0.0], device=device)
 
 
+@lru_cache(maxsize=16)
+def _always(device: torch.device) -> Tensor:
+    """0-dim bool: true."""
+    return torch.ones((), dtype=torch.bool, device=device)
+
+
 class Presence:
     """The gradients of one step, and the flags of the P parameters on their way between the ranks."""
 
@@ -71,7 +77,7 @@ class Presence:
     def proceed(self) -> Tensor:
         """0-dim bool: the step is not skipped. Waits for the reduction only where a step can be skipped."""
         if not self._may_skip:
-            return torch.ones((), dtype=torch.bool, device=self._device)
+            return _always(self._device)
         return self.skipped == 0
 
     @cached_property

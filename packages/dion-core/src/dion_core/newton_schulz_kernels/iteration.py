@@ -14,13 +14,15 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dion_core.launching import cdiv, launch
+from dion_core.launching import Descriptors, cdiv, launch
 from dion_core.newton_schulz_kernels.choices import Choice, choose
 from dion_core.newton_schulz_kernels.listing import Coefficients, Kind, list_products
 from dion_core.newton_schulz_kernels.normalize import normalize, normalize_rows
 from dion_core.newton_schulz_kernels.products import products_kernel
 
 _BLOCK = 128
+_ALIGNED = 4
+"""Counters in 16 bytes: the kernel is compiled once where all of a launch's counters start at a multiple of them."""
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 Segments = tuple[tuple[Coefficients, ...], ...]
 
@@ -99,16 +101,22 @@ def iterate(room: Tensor, segments: Segments, *, dtype: torch.dtype, choice: Cho
         choice: from `choice_for`, the one that `room` was made with.
     """
     narrow = dtype if dtype in _DTYPES else torch.float16
-    if choice.apply_inside:
-        return _run(room, segments, choice, narrow).to(dtype)
-    x = room[0]
-    del room
-    tall = x.shape[1] > x.shape[2]
-    for steps in segments[:-1]:
-        polynomial = _run(x[None], (steps,), choice, None)
-        x = torch.bmm(x, polynomial) if tall else torch.bmm(polynomial, x)
-        del polynomial
-    return _run(x[None], segments[-1:], choice, narrow).to(dtype)
+    (_, batch, rows, columns), device = room.shape, room.device
+    m, tall = min(rows, columns), rows > columns
+    parts = (segments,) if choice.apply_inside else tuple((steps,) for steps in segments)
+    last, shape = len(parts) - 1, (batch, rows, columns)
+    plans = [_plan(part, number == last, shape, choice, device) for number, part in enumerate(parts)]
+    work = torch.empty((max(plan.buffers for plan in plans), batch, m, m), dtype=torch.float16, device=device)
+    aligned = cdiv(batch + 1, _ALIGNED) * _ALIGNED
+    counters = torch.zeros((len(parts), aligned), dtype=torch.int32, device=device)
+    copies = (room[0], room[1] if choice.apply_inside else torch.empty_like(room[0]))
+    for number, plan in enumerate(plans[:-1]):
+        x, target = copies[number % 2], copies[1 - number % 2]
+        _run(plan, x[None], work, work, counters[number], choice)
+        torch.bmm(*((x, work[plan.last]) if tall else (work[plan.last], x)), out=target)
+    out = copies[len(segments) % 2].view(narrow)  # the one that the last product does not read
+    _run(plans[-1], room if choice.apply_inside else copies[last % 2][None], out, work, counters[last], choice)
+    return out.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -142,29 +150,27 @@ def _plan(
     return _Plan(table, listing.buffers, listing.products[-1].target, batch * tiles)
 
 
-def _run(x: Tensor, segments: Segments, choice: Choice, dtype: torch.dtype | None) -> Tensor:
-    """Works through the products for ``x[0]``; returns the result in `dtype`, or Q of a single segment if None."""
+def _run(plan: _Plan, x: Tensor, out: Tensor, work: Tensor, counters: Tensor, choice: Choice) -> None:
+    """Works through the products of a plan.
+
+    Args:
+        plan: says which.
+        x: (1 or 2, B, R, C) float16.
+        out: (B, R, C), where Q X of the last segment goes; `work` where the plan ends with Q.
+        work: (buffers, B, m, m) float16, overwritten.
+        counters: (B + 1,) int32 zeros.
+        choice: how the kernel works.
+    """
     copies, batch, rows, columns = x.shape
     device, (m, n) = x.device, sorted((rows, columns))
-    plan = _plan(segments, dtype is not None, (batch, rows, columns), choice, device)
-    work = torch.empty((plan.buffers, batch, m, m), dtype=torch.float16, device=device)
-    if dtype is None:
-        out = work
-    elif copies == 2:  # the copy that the last product does not read is not needed any more
-        out = x[len(segments) % 2].view(dtype)
-    else:
-        out = torch.empty((batch, rows, columns), dtype=dtype, device=device)
-    counters = torch.zeros(batch + 1, dtype=torch.int32, device=device)
-    tall = rows > columns
     addresses = (x.data_ptr(), out.data_ptr(), work.data_ptr())
-    sizes = (copies, batch, rows, columns, plan.buffers)
+    sizes = (copies, batch, rows, columns, len(work))
     launch(
         products_kernel, min(plan.total, _properties(device.index).multiprocessors), device,
-        *_describe(addresses, sizes, dtype, choice), plan.table, counters, plan.total, batch, m, n,
-        WIDE=choice.wide, TK=choice.depth, BAND=choice.band, TALL=tall, STAGES=choice.stages,
-        told=dtype or torch.float16, warps=4, contracted=True,
+        plan.table, counters, plan.total, batch, m, n,
+        WIDE=choice.wide, TK=choice.depth, BAND=choice.band, TALL=rows > columns, STAGES=choice.stages,
+        descriptors=_describe(addresses, sizes, None if out is work else out.dtype, choice), warps=4, contracted=True,
     )  # fmt: skip
-    return work[plan.last] if dtype is None else out
 
 
 class _Address:
@@ -181,7 +187,7 @@ class _Address:
 @lru_cache(maxsize=256)  # the same few addresses come again and again
 def _describe(
     addresses: tuple[int, int, int], sizes: tuple[int, int, int, int, int], dtype: torch.dtype | None, choice: Choice
-) -> tuple[TensorDescriptor, ...]:
+) -> Descriptors:
     """How the kernel's operands lie in memory and in shared memory, in the order of its arguments.
 
     Args:
@@ -204,18 +210,21 @@ def _describe(
     def describe(base: _Address, where: tuple[list[int], list[int]], block: list[int]) -> TensorDescriptor:
         return TensorDescriptor(base, *where, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[base.dtype]))
 
-    return (
-        describe(x, stack if tall else flat, [1, depth, _BLOCK] if tall else [_BLOCK, depth]),
-        describe(x, stack if tall else flat, [1, depth, wide] if tall else [wide, depth]),
-        describe(x, flat if tall else stack, [_BLOCK, depth] if tall else [1, depth, wide]),
-        describe(x, stack, [1, half, _BLOCK]),
-        describe(out, result, [1, half, _BLOCK]),
-        describe(work, w_flat, [_BLOCK, depth]),
-        describe(work, w_flat, [wide, depth]),
-        describe(work, w_flat, [half, _BLOCK]),
-        describe(work, w_stack, [1, half, _BLOCK]),
-        describe(work, w_stack, [1, _BLOCK, half]),
-        describe(work, w_stack, [1, half, half]),
+    return Descriptors(
+        (
+            describe(x, stack if tall else flat, [1, depth, _BLOCK] if tall else [_BLOCK, depth]),
+            describe(x, stack if tall else flat, [1, depth, wide] if tall else [wide, depth]),
+            describe(x, flat if tall else stack, [_BLOCK, depth] if tall else [1, depth, wide]),
+            describe(x, stack, [1, half, _BLOCK]),
+            describe(out, result, [1, half, _BLOCK]),
+            describe(work, w_flat, [_BLOCK, depth]),
+            describe(work, w_flat, [wide, depth]),
+            describe(work, w_flat, [half, _BLOCK]),
+            describe(work, w_stack, [1, half, _BLOCK]),
+            describe(work, w_stack, [1, _BLOCK, half]),
+            describe(work, w_stack, [1, half, half]),
+        ),
+        form=out.dtype,
     )
 
 

@@ -1,4 +1,4 @@
-"""A kept pool of gloo processes for tests: torch is imported once a process, and a hang fails.
+"""A kept pool of gloo (or NCCL) processes for tests: torch is imported once a process, and a hang fails.
 
 ``pool(4).run(function, *args)`` calls a module-level function on four ranks, each with the same arguments and
 one thread, and returns the results by rank. The function finds its rank from ``torch.distributed``, where the
@@ -38,7 +38,7 @@ T = TypeVar("T")
 # Importing torch takes seconds, more on a busy machine; no other time-out includes it.
 _STARTUP_SECONDS = 180.0
 # A stuck collective gives up before the pool does: an exception that shows the place, and the pool lives on.
-_GLOO_SHARE = 0.8
+_SHARE = 0.8
 
 
 class RankError(RuntimeError):
@@ -64,20 +64,29 @@ class _Outcome(NamedTuple):
 
 
 class RankPool:
-    """World-size many processes that form one gloo group and answer calls until the pool is closed.
+    """World-size many processes that form one group and answer calls until the pool is closed.
 
     Attributes:
         timeout: seconds that a call may take if it does not say otherwise; collectives give up at 80 % of it.
         closed: no further call is possible: closed by the user, or killed after a rank hung or died.
 
     Raises:
-        ValueError: ``world_size`` is below 1.
+        ValueError: ``world_size`` is below 1, or above the number of GPUs where ``device_type`` is "cuda".
         RankError: a process did not come up.
     """
 
-    def __init__(self, world_size: int, *, timeout: float = 60.0) -> None:
+    def __init__(self, world_size: int, *, timeout: float = 60.0, device_type: str = "cpu") -> None:
+        """Starts the processes.
+
+        Args:
+            world_size: how many.
+            timeout: see the attribute.
+            device_type: "cpu" for a gloo group, "cuda" for one of NCCL in which every rank has a GPU of its own.
+        """
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
+        if device_type == "cuda" and world_size > torch.cuda.device_count():
+            raise ValueError(f"world_size must be at most {torch.cuda.device_count()}, the GPUs here, got {world_size}")
         self.world_size = world_size
         self.timeout = timeout
         self.closed = False
@@ -91,7 +100,7 @@ class RankPool:
                 ours, theirs = context.Pipe()
                 self._connections.append(ours)
                 with theirs:  # only the child keeps it, so that the pipe ends when the child does
-                    where = (self._directory.name, rank, world_size, timeout * _GLOO_SHARE)
+                    where = (self._directory.name, rank, world_size, timeout * _SHARE, device_type)
                     process = context.Process(target=_serve, args=(theirs, *where), daemon=True)
                     process.start()
                 self._processes.append(process)
@@ -193,7 +202,9 @@ class RankPool:
         return {rank: f"{reason}\n{text}" for rank, text in zip(ranks, stacks, strict=True)}
 
 
-def _serve(connection: Connection, directory: str, rank: int, world_size: int, timeout: float) -> None:
+def _serve(
+    connection: Connection, directory: str, rank: int, world_size: int, timeout: float, device_type: str
+) -> None:
     """The life of one rank: answers calls until the parent closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the parent, which then kills the ranks
     threading.Thread(target=_end_with_parent, args=(directory,), daemon=True).start()
@@ -201,7 +212,11 @@ def _serve(connection: Connection, directory: str, rank: int, world_size: int, t
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    group = {"rank": rank, "world_size": world_size, "timeout": datetime.timedelta(seconds=timeout)}
+    group: dict[str, Any] = {"backend": "gloo", "rank": rank, "world_size": world_size}
+    group["timeout"] = datetime.timedelta(seconds=timeout)
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+        group |= {"backend": "nccl", "device_id": torch.device("cuda", rank)}
     joined = -1
     with contextlib.suppress(EOFError, OSError), Path(directory, f"stacks-{rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
@@ -231,7 +246,7 @@ def _answer(call: bytes, new_group: dict[str, Any] | None) -> bytes:
         if new_group is not None:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            dist.init_process_group("gloo", **new_group)
+            dist.init_process_group(**new_group)
         group = dist.group.WORLD
         function, args = _from_bytes(call)
         value = function(*args)
@@ -266,14 +281,15 @@ def _from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-_pools: dict[int, RankPool] = {}
+_pools: dict[tuple[int, str], RankPool] = {}
 
 
-def pool(world_size: int) -> RankPool:
-    """The kept pool of this world size, made at the first call and again after it was closed."""
-    if world_size not in _pools or _pools[world_size].closed:
-        _pools[world_size] = RankPool(world_size)
-    return _pools[world_size]
+def pool(world_size: int, device_type: str = "cpu") -> RankPool:
+    """The kept pool of this world size and device, made at the first call and again after it was closed."""
+    key = (world_size, device_type)
+    if key not in _pools or _pools[key].closed:
+        _pools[key] = RankPool(world_size, device_type=device_type)
+    return _pools[key]
 
 
 @atexit.register
