@@ -67,8 +67,7 @@ def test_a_stage_computes_while_the_message_of_the_one_before_is_under_way() -> 
     trace: Trace = []
     assert interleave([exchange(trace, name) for name in "abc"]) == ["a", "b", "c"]
     assert trace[:5] == ["a computes", "a launches", "b computes", "b launches", "a waits"]
-    assert trace.index("b waits") > trace.index("a waits")
-    assert trace.index("c computes") > trace.index("a waits")
+    assert trace[5:] == ["c computes", "c launches", "b waits", "c waits"]
 
 
 def test_the_whole_order() -> None:
@@ -76,10 +75,10 @@ def test_the_whole_order() -> None:
         return " ".join(entry for entry in trace if "ended" not in entry)
 
     assert parts(trace_of((1, 1, 1), 1)) == "a0 a1 b0 b1 c0 c1"
-    assert parts(trace_of((1, 1, 1), 2)) == "a0 b0 a1 b1 c0 c1"
+    assert parts(trace_of((1, 1, 1), 2)) == "a0 b0 a1 c0 b1 c1"
     assert parts(trace_of((1, 1, 1), 3)) == "a0 b0 c0 a1 b1 c1"
-    assert parts(trace_of((2, 2, 2), 2)) == "a0 b0 a1 b1 a2 b2 c0 c1 c2"
-    assert parts(trace_of((3, 1, 1), 2)) == "a0 b0 a1 b1 a2 c0 a3 c1"
+    assert parts(trace_of((2, 2, 2), 2)) == "a0 b0 a1 b1 a2 c0 b2 c1 c2"
+    assert parts(trace_of((3, 1, 1), 2)) == "a0 b0 a1 b1 c0 a2 c1 a3"
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 4])

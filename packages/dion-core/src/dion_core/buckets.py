@@ -89,7 +89,8 @@ class Part:
 class MatrixBucket:
     """A bucket with the matrices in it, how they are updated, and what happened to them so far.
 
-    `chosen`, `refused` and `nonfinite` count rows by matrix, (N,) int64 on the device.
+    `chosen`, `refused` and `nonfinite` count rows by matrix, (N,) int64 on the device. Without `has_state` only the
+    parameters are here, and their updates come from other ranks.
     """
 
     bucket: Bucket
@@ -100,6 +101,7 @@ class MatrixBucket:
     scale: float
     may_defer: bool
     exchange: Exchange
+    has_state: bool = True
     chosen: Tensor = field(init=False)
     refused: Tensor = field(init=False)
     nonfinite: Tensor = field(init=False)
@@ -139,7 +141,9 @@ class MatrixBucket:
         return [None if (of_member := divided[place]) is None else of_member[number] for place, number in self._places]
 
     def gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Those of the N matrices, from the gradients of all parameters by number."""
+        """Those of the N matrices, from the gradients of all parameters by number; none where there is no state."""
+        if not self.has_state:
+            return []
         return self.matrices([gradients[member.number] for member in self.members], writable=False)
 
     @cached_property
@@ -184,7 +188,7 @@ class MatrixBucket:
 
 
 @dataclass(frozen=True)
-class _Draft:
+class Draft:
     """A matrix with all that decides its bucket."""
 
     part: Part
@@ -225,6 +229,17 @@ def needs_transport(layout: Layout) -> bool:
     return layout.axis in (Axis.ROWS, Axis.COLUMNS)
 
 
+def make_drafts(parts: Sequence[Part], layouts: Sequence[Layout], rule: Rule, choice: Choice | None) -> list[Draft]:
+    """The matrices with what decides their buckets, as in `make_buckets`."""
+    drafts = []
+    for part, layout in zip(parts, layouts, strict=True):
+        options = part.member.group
+        chosen = _selector(options, layout, rule, choice)
+        dtype = wire_dtype(momentum_dtype(part.member.parameter, options), options)
+        drafts.append(Draft(part, layout, chosen, dtype))
+    return drafts
+
+
 def make_buckets(
     parts: Sequence[Part], layouts: Sequence[Layout], rule: Rule, choice: Choice | None
 ) -> tuple[list[MatrixBucket], dict[tuple[int, ...], list[int]]]:
@@ -239,18 +254,13 @@ def make_buckets(
     Raises:
         ValueError: the transport does not serve a layout.
     """
-    drafts = []
-    for part, layout in zip(parts, layouts, strict=True):
-        options = part.member.group
-        chosen = _selector(options, layout, rule, choice)
-        dtype = wire_dtype(momentum_dtype(part.member.parameter, options), options)
-        drafts.append(_Draft(part, layout, chosen, dtype))
+    drafts = make_drafts(parts, layouts, rule, choice)
     owners, loads = assign_owners([draft.cost for draft in drafts], [draft.layout.group for draft in drafts])
-    by_key: dict[Hashable, list[tuple[_Draft, int]]] = {}
+    by_key: dict[Hashable, list[tuple[Draft, int]]] = {}
     for draft, owner in zip(drafts, owners, strict=True):
         by_key.setdefault(draft.key, []).append((draft, owner))
     buckets = [
-        _bucket(piece, rule, choice)
+        make_bucket(piece, rule, choice)
         for entries in by_key.values()
         for piece in _pieces(entries, loads[entries[0][0].layout.group.ranks])
     ]
@@ -270,22 +280,23 @@ def _selector(options: Mapping[str, Any], layout: Layout, rule: Rule, choice: Ch
     return selector(scope or "global", float(options["fraction"]), layout.axis, slack, shards=layout.num_holders)
 
 
-def _pieces(entries: Sequence[tuple[_Draft, int]], load: Sequence[int]) -> list[list[tuple[_Draft, int]]]:
+def _pieces(entries: Sequence[tuple[Draft, int]], load: Sequence[int]) -> list[list[tuple[Draft, int]]]:
     """The matrices that are updated together, in pieces of which none takes too much of a rank's time."""
-    pieces: dict[int, list[tuple[_Draft, int]]] = {}
+    pieces: dict[int, list[tuple[Draft, int]]] = {}
     places = cut([owner for _, owner in entries], entries[0][0].cost, load)
     for entry, place in zip(entries, places, strict=True):
         pieces.setdefault(place, []).append(entry)
     return [pieces[place] for place in sorted(pieces)]
 
 
-def _name(entries: Sequence[tuple[_Draft, int]]) -> str:
+def _name(entries: Sequence[tuple[Draft, int]]) -> str:
     first, others = entries[0][0], len(entries) - 1
     rows, columns = first.layout.shape
     return f"bucket {first.part.name}" + (f" and {others} more" if others else "") + f" ({rows}x{columns})"
 
 
-def _bucket(entries: Sequence[tuple[_Draft, int]], rule: Rule, choice: Choice | None) -> MatrixBucket:
+def make_bucket(entries: Sequence[tuple[Draft, int]], rule: Rule, choice: Choice | None) -> MatrixBucket:
+    """The bucket of matrices that have their key in common, each with its owner."""
     first, _ = entries[0]
     layout, options = joined([draft.layout for draft, _ in entries]), first.part.member.group
     ranks = range(layout.group.size)

@@ -71,7 +71,7 @@ class StepOperands:
             if bucket.bucket.device.type == "cuda":
                 numbers.setdefault(bucket.bucket.device, []).append(number)
         self._tables = [_DeviceTable([buckets[n] for n in of_device], of_device) for of_device in numbers.values()]
-        self._sources: list[_Source] = []
+        self._sources: list[_Source | _ParameterSource] = []
         self._known: list[int] = []
 
     def of_step(self, state: States, gradients: Sequence[Gradients]) -> list[Operands]:
@@ -84,7 +84,10 @@ class StepOperands:
         # A parameter's state may be replaced as a whole; the sources keep the old one, so that its id is no other's.
         entries = list(map(id, state.values()))
         if entries != self._known:
-            self._sources, self._known = [_Source(bucket, state) for bucket in self._buckets], entries
+            self._sources = [
+                _Source(bucket, state) if bucket.has_state else _ParameterSource(bucket) for bucket in self._buckets
+            ]
+            self._known = entries
         operands = [source.of_step(each) for source, each in zip(self._sources, gradients, strict=True)]
         for table in self._tables:
             on_device = table.of_step([operands[number] for number in table.numbers])
@@ -151,7 +154,7 @@ class _DeviceTable:
                 # Only what lies elsewhere than before is looked at again, and gradients, which are new in every step.
                 before = known.get(role)
                 if role == "gradients" or not isinstance(before, Matrices) or not before.holds(tensors):
-                    known[role] = before = _on_device(role, tensors, place, operands.momentum[0])
+                    known[role] = before = _on_device(role, tensors, place, operands.parameters[0])
                 addresses += before.starts if isinstance(before, Matrices) and before.starts else [0] * len(place)
             values += [_host_value(value) for value in operands.scalars.values()]
             made.append(Operands(**known, scalars=dict(zip(SCALARS, scalars, strict=True))))
@@ -171,13 +174,14 @@ class _Source:
         self._parameters: list[Any] = [member.parameter for member in bucket.members]
         self._states = [state[parameter] for parameter in self._parameters]
         self._sharded = isinstance(self._parameters[0], DTensor)
+        self._state_sharded = isinstance(self._states[0]["momentum"], DTensor)
         self._has_second_moment = "second_moment" in self._states[0]
 
     def of_step(self, gradients: Gradients) -> Operands:
         """The operands as they are now: a parameter or its state may have been given another tensor."""
         states, options = self._states, self._bucket.options
         return Operands(
-            parameters=self._parts(self._parameters),
+            parameters=self._bucket.matrices(_locals(self._parameters, self._sharded)),
             momentum=self._parts(list(map(_MOMENTUM, states))),
             gradients=gradients,
             second_moment=self._parts(list(map(_SECOND_MOMENT, states))) if self._has_second_moment else [],
@@ -186,8 +190,27 @@ class _Source:
         )
 
     def _parts(self, tensors: Sequence[Any]) -> Sequence[Tensor]:
-        """The matrices in this rank's parts; all of a bucket are DTensors, or none is."""
-        return self._bucket.matrices(list(map(_LOCAL, tensors)) if self._sharded else tensors)
+        """The matrices in this rank's parts of the state."""
+        return self._bucket.matrices(_locals(tensors, self._state_sharded))
+
+
+class _ParameterSource:
+    """As `_Source`, of a bucket without state."""
+
+    def __init__(self, bucket: MatrixBucket) -> None:
+        self._bucket = bucket
+        self._parameters: list[Any] = [member.parameter for member in bucket.members]
+        self._sharded = isinstance(self._parameters[0], DTensor)
+
+    def of_step(self, gradients: Gradients) -> Operands:
+        options = self._bucket.options
+        parameters = self._bucket.matrices(_locals(self._parameters, self._sharded))
+        return Operands(parameters, [], gradients, [], [], {name: options.get(name, 0.0) for name in SCALARS})
+
+
+def _locals(tensors: Sequence[Any], sharded: bool) -> Sequence[Any]:
+    """This rank's parts; all of a bucket are DTensors, or none is."""
+    return list(map(_LOCAL, tensors)) if sharded else tensors
 
 
 def _on_device(role: str, tensors: Sequence[Any], place: Tensor, like: Tensor) -> Sequence[Any]:

@@ -12,21 +12,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dion_core.buckets import Member
 from dion_core.capture import StepGraph, check_capturable, form
 from dion_core.collectives import watch_stream
 from dion_core.elementwise import adamw_, lion_
+from dion_core.layerwise import keeping_for
 from dion_core.membership import check_same_group, check_same_ranks, listed, replica_group, stepping_group
 from dion_core.operands import Operands, Rates, StepOperands
 from dion_core.options import STRUCTURAL, check_group, check_options, check_parameter, warn_of_group
 from dion_core.pipeline import agree_on_rows, step_matrices
 from dion_core.placements import local_tensor, row_state_like
-from dion_core.plan import Plan, make_plan, prepare
+from dion_core.plan import Plan, prepare
 from dion_core.preflight import compare_plans, report_failure
 from dion_core.presence import Presence
 from dion_core.report import Report, make_report
 from dion_core.rules import Rule
-from dion_core.state import WAITED, State, loaded_state, new_state
+from dion_core.state import WAITED, State, loaded_state
+from dion_core.steps import Steps
 from dion_core.views import check_views, is_flattened, warn_of_views
 
 logger = logging.getLogger("dion_core")
@@ -57,7 +58,7 @@ class MatrixOptimizer(Optimizer):
         """
         self._transport = options.pop("transport")
         self._nonfinite = options.pop("nonfinite")
-        given_group = options.pop("group")
+        given_group, given_state = options.pop("group"), options.pop("state")
         self._replicas = replica_group(given_group)
         self._names: dict[Tensor, str] = {}
         self._structure: list[tuple[Any, ...]] = []
@@ -74,6 +75,7 @@ class MatrixOptimizer(Optimizer):
                 raise TypeError("params is a Tensor; an iterable of parameters is needed, such as [parameter]")
             check_same_group(given_group, self._replicas, self._group)
             check_options({**options, "nonfinite": self._nonfinite})
+            self._keeping = keeping_for(given_state, self._group, replicated=given_group is not None)
             super().__init__(cast(Parameters, entries), {"algorithm": "matrix", **options})
             self._skipped = torch.zeros((), device=self._device)
             plan = self._make_plan()
@@ -106,8 +108,8 @@ class MatrixOptimizer(Optimizer):
             if getattr(self, "found_inf", None) is not None or getattr(self, "grad_scale", None) is not None:
                 raise ValueError("a captured step cannot serve a loss scaler: call release() first")
             gradients = self._graph.gradients(plan, gradients)
-        of_buckets = [bucket.gradients(gradients) for bucket in plan.buckets]
-        operands = self._operands.of_step(self.state, agree_on_rows(plan.buckets, of_buckets, self.state))
+        of_buckets = [bucket.gradients(gradients) for bucket in plan.stepped]
+        operands = self._operands.of_step(self.state, agree_on_rows(plan.stepped, of_buckets, self.state))
         work = partial(self._launch, plan, gradients, operands, self._rates.of_step())
         if self._graph is None:
             work()
@@ -157,9 +159,8 @@ class MatrixOptimizer(Optimizer):
             skip_nonfinite=self._nonfinite == "skip",
             found_inf=getattr(self, "found_inf", None),
         )
-        step_matrices(plan, operands, presence)
-        for members, rate in zip(plan.elementwise, rates, strict=True):
-            self._step_elementwise(members, presence, rate)
+        others = [self._step_elementwise(plan, presence, rates), *(values.share() for values in plan.shared)]
+        step_matrices(plan, operands, presence, others)
         self._skipped += presence.skipped
 
     def _gradients(self, plan: Plan) -> list[Tensor | None]:
@@ -199,7 +200,21 @@ class MatrixOptimizer(Optimizer):
         state: dict[str, Any] = super().state_dict()
         if self._plan is not None and self._plan.session is not None:
             state["transport"] = self._plan.session.state_dict()
-        return state
+        return self._keeping.marked(state)
+
+    def full_state_dict(self, to: int | None = None) -> dict[str, Any]:
+        """The whole state in plain tensors on the CPU, which loads at any number of ranks and in any mode. Collective.
+
+        Args:
+            to: the global rank that gets it, the others getting an empty dict; None: all ranks.
+
+        Raises:
+            ValueError: `to` is not a rank of this optimizer.
+        """
+        if to is not None and to not in self._group.ranks:
+            raise ValueError(f"to={to} is not allowed: the ranks of this optimizer are {list(self._group.ranks)}")
+        whole = self._keeping.whole(self.state_dict(), self._parameters(), to)
+        return whole if to in (None, self._group.ranks[self._group.rank]) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave; every state tensor keeps its documented dtype. Collective.
@@ -211,6 +226,7 @@ class MatrixOptimizer(Optimizer):
         before = self.param_groups, self.state
         try:
             with self._raised_by_all():
+                state_dict = self._keeping.own_part(state_dict, self._parameters())
                 loaded = self._checked_state(state_dict)
                 super().load_state_dict(state_dict)
                 for group, live in zip(self.param_groups, before[0], strict=True):
@@ -261,10 +277,9 @@ class MatrixOptimizer(Optimizer):
         for number, (saved, live) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
             check_group({**live, **saved}, {**self.defaults, **live}, number, name)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return {
             parameter: loaded_state(self._names[parameter], saved, self.state.get(parameter))
-            for number, parameter in zip(numbers, parameters, strict=False)
+            for number, parameter in zip(numbers, self._parameters(), strict=False)
             if (saved := state_dict["state"].get(number))
         }
 
@@ -295,19 +310,24 @@ class MatrixOptimizer(Optimizer):
         """Makes the state of every trainable parameter of a group that has none yet."""
         for parameter in group["params"]:
             if parameter.requires_grad and not self.state.get(parameter):
-                self.state[parameter] = new_state(parameter, group, self.rule)
+                self.state[parameter] = self._keeping.first_state(parameter, group, self.rule)
+
+    def _parameters(self) -> list[Tensor]:
+        """All parameters, in the order of their numbers in a state dict."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _make_plan(self) -> Plan:
         kept = self._plan.choice if self._plan is not None else None
         transport = self._transport if kept is None else kept
-        return make_plan(self.param_groups, self._names, self.rule, self._replicas, transport)
+        return self._keeping.make_plan(self.param_groups, self._names, self.rule, self._replicas, transport)
 
     def _adopt(self, plan: Plan) -> None:
         """Compares the plan with the other ranks' and opens its transport. Collective."""
-        kind = f"{type(self).__name__}, nonfinite={self._nonfinite!r}"
+        kind = f"{type(self).__name__}, nonfinite={self._nonfinite!r}, state={self._keeping!r}"
         compare_plans([kind, *plan.describe()], self._group, self._device)
         plan.open()
         prepare(plan.buckets)
+        self._keeping.adopt(plan, self.state)
         for bucket in plan.buckets:
             for member in bucket.members if bucket.may_defer else ():
                 flatten = is_flattened(member.parameter, member.group)
@@ -316,7 +336,7 @@ class MatrixOptimizer(Optimizer):
         if self._plan is not None:
             self._past = [past + count for past, count in zip(self._past, self._plan.row_counts(), strict=True)]
         self._plan = plan
-        self._operands, self._rates = StepOperands(plan.buckets), Rates(plan.elementwise)
+        self._operands, self._rates = StepOperands(plan.stepped), Rates(plan.elementwise)
         self._num_plans += 1
         self._structure = [_structure(group) for group in self.param_groups]
         self._identities = [_identity(group) for group in self.param_groups]
@@ -344,17 +364,20 @@ class MatrixOptimizer(Optimizer):
         assert self._plan is not None
         return self._plan
 
-    def _step_elementwise(self, members: Sequence[Member], presence: Presence, rate: float | Tensor) -> None:
-        options = members[0].group
-        parameters = [local_tensor(member.parameter) for member in members]
-        gradients = [presence.gradients[member.number] for member in members]
-        states = [_local_state(self.state[member.parameter]) for member in members]
-        active = [presence.masks[member.number].to(parameters[0].device) for member in members]
-        common = {key: options[key] for key in ("betas", "weight_decay", "maximize")} | {"lr": rate}
-        if options["algorithm"] == "adamw":
-            adamw_(parameters, gradients, states, active, epsilon=options["epsilon"], **common)
-        else:
-            lion_(parameters, gradients, states, active, **common)
+    def _step_elementwise(self, plan: Plan, presence: Presence, rates: Sequence[float | Tensor]) -> Steps[None]:
+        """AdamW and Lion, at once: nothing is sent."""
+        for members, rate in zip(plan.elementwise, rates, strict=True):
+            options = members[0].group
+            parameters = [local_tensor(member.parameter) for member in members]
+            gradients = [presence.gradients[member.number] for member in members]
+            states = [_local_state(self.state[member.parameter]) for member in members]
+            active = [presence.masks[member.number].to(parameters[0].device) for member in members]
+            common = {key: options[key] for key in ("betas", "weight_decay", "maximize")} | {"lr": rate}
+            if options["algorithm"] == "adamw":
+                adamw_(parameters, gradients, states, active, epsilon=options["epsilon"], **common)
+            else:
+                lion_(parameters, gradients, states, active, **common)
+        yield from ()
 
 
 def _local_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@
 
 Options that all share:
     params: parameters, named parameters, or groups of either. A group may override any option below except
-        `transport`, `nonfinite` and `group`, and has one more: `algorithm`, "matrix" (default, for 2-D
+        `transport`, `nonfinite`, `group` and `state`, and has one more: `algorithm`, "matrix" (default, for 2-D
         parameters), "adamw" or "lion" (any shape; with an lr of their own, 0.02 is far too high for them).
     lr: learning rate, a float or a 0-dim tensor.
     momentum: decay of what was applied: the momentum of Muon, the error feedback of Dion2.
@@ -27,6 +27,8 @@ Options that all share:
     maximize: go along the gradient.
     group: process group (or 1-D DeviceMesh) of replicated plain tensors, as DDP has them; their ranks then
         share the work. DTensors say themselves where they lie.
+    state: "like_parameters": momentum and second moments lie as their parameters do. "layerwise", or `LayerWise(...)`
+        with options: of replicated parameters each rank keeps the state of those that it owns, 1 / W of it.
 
 All raise ValueError or TransportError at construction for what is not allowed, on every rank alike.
 """
@@ -38,6 +40,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dion_core.layerwise import StateOption
 from dion_core.membership import ProcessGroupLike
 from dion_core.newton_schulz import Orthogonalizer
 from dion_core.normalization import NeuronNormalizer, NoNormalizer
@@ -80,6 +83,7 @@ class Muon(MatrixOptimizer):
         epsilon: float = 1e-8,
         maximize: bool = False,
         group: ProcessGroupLike = None,
+        state: StateOption = "like_parameters",
     ) -> None:
         super().__init__(params, _options(locals()))
 
@@ -112,6 +116,7 @@ class NorMuon(MatrixOptimizer):
         epsilon: float = 1e-8,
         maximize: bool = False,
         group: ProcessGroupLike = None,
+        state: StateOption = "like_parameters",
     ) -> None:
         super().__init__(params, _options(locals()))
 
@@ -144,6 +149,7 @@ class Dion2(MatrixOptimizer):
         epsilon: float = 1e-8,
         maximize: bool = False,
         group: ProcessGroupLike = None,
+        state: StateOption = "like_parameters",
     ) -> None:
         super().__init__(params, _options(locals()))
 
@@ -176,6 +182,7 @@ class NorDion2(MatrixOptimizer):
         epsilon: float = 1e-8,
         maximize: bool = False,
         group: ProcessGroupLike = None,
+        state: StateOption = "like_parameters",
     ) -> None:
         super().__init__(params, _options(locals()))
 

@@ -22,7 +22,7 @@ DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 WIRE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 
-OPTIMIZER_WIDE = ("transport", "nonfinite", "group")
+OPTIMIZER_WIDE = ("transport", "nonfinite", "group", "state")
 """Options of the whole optimizer, which a parameter group cannot override."""
 STRUCTURAL = ("algorithm", "scope", "fraction", "scale", "momentum_dtype", "wire_dtype", "orthogonalizer", *VIEW_KEYS)
 """Group keys that the plan is made from, so that they cannot change between steps."""

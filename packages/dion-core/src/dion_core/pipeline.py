@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dion_core.buckets import MatrixBucket
 from dion_core.collectives import Group, split
+from dion_core.delivery import Target, Update
 from dion_core.layout import Axis
 from dion_core.operands import Gradients, Operands, States
 from dion_core.ops import accumulate_, take_and_decay_, update_, wait_, with_age
@@ -28,15 +29,19 @@ from dion_core.steps import Steps, interleave, run
 BUCKETS_IN_FLIGHT = 2
 
 
-def step_matrices(plan: Plan, operands: Sequence[Operands], presence: Presence) -> None:
+def step_matrices(
+    plan: Plan, operands: Sequence[Operands], presence: Presence, others: Sequence[Steps[None]] = ()
+) -> None:
     """Updates the matrix parameters and their state in place. Collective; no value is read on the host.
 
     Args:
         plan: of the optimizer.
-        operands: of its buckets.
+        operands: of the buckets that it steps.
         presence: the gradients of the step.
+        others: what else is to overlap with the messages of the buckets; started before them.
     """
-    active = [bucket.active(presence) for bucket in plan.buckets]
+    of_buckets = operands[: len(plan.buckets)]
+    active = [bucket.active(presence) for bucket in plan.stepped]
     scores = [
         accumulate_(
             each.momentum,
@@ -45,17 +50,21 @@ def step_matrices(plan: Plan, operands: Sequence[Operands], presence: Presence) 
             maximize=bucket.options["maximize"],
             proceed=presence.proceed.to(bucket.bucket.device),
         )
-        for bucket, each in zip(plan.buckets, operands, strict=True)
+        for bucket, each in zip(plan.buckets, of_buckets, strict=True)
     ]
     known = _gather_scores(plan.buckets, scores)
     selections = [
         bucket.selector.select(score, bucket.tables, of_bucket)
-        for bucket, score, of_bucket in zip(plan.buckets, known, active, strict=True)
+        for bucket, score, of_bucket in zip(plan.buckets, known, active, strict=False)
     ]
     if plan.session is not None:
         run(plan.session.begin(selections[: len(plan.transported)]))
-    stages = [_move_and_apply(*each) for each in zip(plan.buckets, operands, selections, active, strict=True)]
-    interleave(stages, in_flight=BUCKETS_IN_FLIGHT)
+    moves = [_move(*each) for each in zip(plan.buckets, of_buckets, selections, strict=True)]
+    stages = [
+        _apply(target, operands[target.number], active[target.number], [moves[number] for number in target.sources])
+        for target in plan.targets
+    ]
+    interleave([*others, *stages], in_flight=BUCKETS_IN_FLIGHT)
 
 
 def agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients], state: States) -> list[Gradients]:
@@ -117,7 +126,8 @@ def _gather_scores(buckets: Sequence[MatrixBucket], scores: Sequence[Tensor]) ->
     return known
 
 
-def _move_and_apply(bucket: MatrixBucket, operands: Operands, chosen: RowSelection, active: Tensor) -> Steps[None]:
+def _move(bucket: MatrixBucket, operands: Operands, chosen: RowSelection) -> Steps[Update]:
+    """What the rows chosen do to the parameters, after they were taken out of the momentum."""
     options, scalars = bucket.options, operands.scalars
     chosen = with_age(chosen, operands.waited)
     selection = bucket.exchange.admit(chosen)
@@ -139,14 +149,24 @@ def _move_and_apply(bucket: MatrixBucket, operands: Operands, chosen: RowSelecti
     row_scale = yield from bucket.rule.normalizer.row_scale(
         results, selection, operands.second_moment, bucket.bucket, beta2=scalars["beta2"]
     )
+    return Update(results, selection, row_scale)
+
+
+def _apply(target: Target, operands: Operands, active: Tensor, moves: Sequence[Steps[Update]]) -> Steps[None]:
+    """Brings the updates that are computed here to the parameters of the target."""
+    updates = []
+    for move in moves:
+        updates.append((yield from move))
+    update = yield from target.delivery.deliver(updates)
+    bucket, scalars = target.bucket, operands.scalars
     update_(
         operands.parameters,
-        results,
-        selection,
-        row_scale,
+        update.rows,
+        update.selection,
+        update.row_scale,
         learning_rate=scalars["lr"],
         weight_decay=scalars["weight_decay"],
         active=active,
-        cautious=options.get("cautious_weight_decay", False),
+        cautious=bucket.options.get("cautious_weight_decay", False),
         scale=bucket.scale,
     )

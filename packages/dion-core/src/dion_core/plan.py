@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dion_core.buckets import MatrixBucket, Member, Part, make_buckets, needs_transport, stable_repr
 from dion_core.collectives import Group
+from dion_core.delivery import Here, SharedValues, Target
 from dion_core.layout import Layout
 from dion_core.options import OPTIONS
 from dion_core.registry import Choice, choose_transport
@@ -47,6 +48,24 @@ class Plan:
     groups: Sequence[Mapping[str, Any]]
     session: Session | None = None
 
+    state_mode = "like_parameters"
+    """Where the state lies: see `layerwise` for the other one."""
+
+    @cached_property
+    def targets(self) -> Sequence[Target]:
+        """Whose parameters are updated, and from where: here, each bucket's by itself."""
+        return [Target(bucket, number, (number,), Here()) for number, bucket in enumerate(self.buckets)]
+
+    @cached_property
+    def stepped(self) -> Sequence[MatrixBucket]:
+        """The buckets, and after them those that have parameters here and no state."""
+        return self.buckets
+
+    @property
+    def shared(self) -> Sequence[SharedValues]:
+        """Elementwise parameters that other ranks update or get."""
+        return ()
+
     @property
     def transported(self) -> Sequence[MatrixBucket]:
         """The buckets whose rows travel through the transport."""
@@ -64,7 +83,7 @@ class Plan:
             *(_describe_member(member) for member in self.members),
             f"transport {stable_repr(self.choice.transport)}" if self.choice else "no transport",
             *(line for number, group in enumerate(self.groups) for line in _describe_options(number, group)),
-            *(bucket.describe() for bucket in self.buckets),
+            *(target.bucket.describe() for target in self.targets),
         ]
 
     def row_counts(self) -> list[int]:
@@ -139,27 +158,37 @@ def make_plan(
         ValueError: a layout that is not supported, or that the transport does not serve.
         TransportError: the transport is not installed.
     """
-    members = _members(groups, names)
+    members = trainable_members(groups, names)
     matrices = [m for m in members if m.group["algorithm"] == "matrix" and m.parameter.numel()]
-    parts, layouts = _divided(matrices, replicas)
-    needed = any(map(needs_transport, layouts))
-    choice = None
-    if needed or transport != "auto":  # one that was asked for is checked on a single rank too
-        scopes: set[Scope] = {"all"}
-        if rule.chooses_rows:
-            default: Scope | None = "global" if transport == "auto" else None
-            scopes = {scope for m in matrices if (scope := m.group["scope"] or default) is not None}
-        choice = choose_transport(transport, scopes, chooses_rows=rule.chooses_rows)
-    if not needed:
-        choice = None
+    parts, layouts = divided(matrices, replicas)
+    choice = choice_for(matrices, rule, transport, needed=any(map(needs_transport, layouts)))
     buckets, loads = make_buckets(parts, layouts, rule, choice)
-    elementwise = [
+    return Plan(members, buckets, elementwise_parts(members, groups), choice, loads, groups)
+
+
+def choice_for(
+    matrices: Sequence[Member], rule: Rule, transport: str | Transport | Choice, *, needed: bool
+) -> Choice | None:
+    """The transport of the matrices, or None where none is needed; one that was asked for is checked all the same."""
+    if not needed and transport == "auto":
+        return None
+    scopes: set[Scope] = {"all"}
+    if rule.chooses_rows:
+        default: Scope | None = "global" if transport == "auto" else None
+        scopes = {scope for m in matrices if (scope := m.group["scope"] or default) is not None}
+    choice = choose_transport(transport, scopes, chooses_rows=rule.chooses_rows)
+    return choice if needed else None
+
+
+def elementwise_parts(members: Sequence[Member], groups: Sequence[Mapping[str, Any]]) -> list[list[Member]]:
+    """Those of the members that are no matrices, by group."""
+    parts = [
         [member for member in members if member.group is group] for group in groups if group["algorithm"] != "matrix"
     ]
-    return Plan(members, buckets, [part for part in elementwise if part], choice, loads, groups)
+    return [part for part in parts if part]
 
 
-def _divided(members: Sequence[Member], replicas: Group) -> tuple[list[Part], list[Layout]]:
+def divided(members: Sequence[Member], replicas: Group) -> tuple[list[Part], list[Layout]]:
     """The matrices of all members, and where each lies."""
     parts, layouts = [], []
     for member in members:
@@ -176,7 +205,8 @@ def _warm_up(group: Group, device: torch.device) -> None:
     group.named("the warm-up").all_to_all(torch.empty_like(message), message, ones, ones).wait()
 
 
-def _members(groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -> list[Member]:
+def trainable_members(groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -> list[Member]:
+    """The parameters that require gradients, with their groups."""
     trainable = [(parameter, group) for group in groups for parameter in group["params"] if parameter.requires_grad]
     return [Member(parameter, names[parameter], group, number) for number, (parameter, group) in enumerate(trainable)]
 

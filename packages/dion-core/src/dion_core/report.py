@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from dion_core.buckets import MatrixBucket
+from dion_core.collectives import num_bytes
+from dion_core.delivery import Target
 from dion_core.ownership import imbalance
 from dion_core.pipeline import BUCKETS_IN_FLIGHT
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan
 from dion_core.state import WAITED, State
+from dion_core.transport import Traffic
 
 Report = dict[str, Any]
 
@@ -35,15 +38,8 @@ def make_report(
         skipped: 0-dim counter of those that were skipped; set to 0.
         past: rows chosen, refused and left out as not finite under earlier plans, since the last report.
     """
-    buckets = [_bucket(bucket) for bucket in plan.buckets]
-    names = ("chosen", "deferred", "nonfinite")
-    rows = {
-        name: sum(bucket["rows"][name] for bucket in buckets) + before for name, before in zip(names, past, strict=True)
-    }
-    rows["applied"] = rows["chosen"] - rows["deferred"]
-    waited = [local_tensor(state[WAITED]) for state in states.values() if WAITED in state]
-    rows["waiting"] = sum(int((steps > 0).sum()) for steps in waited)
-    rows["oldest_waiting"] = max((int(steps.max()) for steps in waited if steps.numel()), default=0)
+    buckets = [_bucket(target, [plan.buckets[number] for number in target.sources]) for target in plan.targets]
+    rows = _rows(buckets, states, past)
     num_skipped = int(skipped)
     skipped.zero_()
     transport = None
@@ -57,7 +53,10 @@ def make_report(
             {"ranks": list(ranks), "cost": list(load), "imbalance": imbalance(load)}
             for ranks, load in plan.loads.items()
         ],
-        "bytes_per_step": sum(bucket["traffic"]["bytes"] for bucket in buckets),
+        "state": _state(plan, states),
+        "values": [{"name": each.name, "traffic": _traffic(each.traffic())} for each in plan.shared],
+        "bytes_per_step": sum(bucket["traffic"]["bytes"] for bucket in buckets)
+        + sum(each.traffic().num_bytes for each in plan.shared),
         "workspace_bytes": _workspace(plan, buckets),
         "host_reads_per_step": plan.session.host_reads if plan.session is not None else 0,
         "host_waits": plan.session.host_waits if plan.session is not None else 0,
@@ -72,8 +71,8 @@ def _workspace(plan: Plan, reports: Sequence[Report]) -> int:
     0 where it is not known: on a CPU, and with orthogonalizers that do not say what they need.
     """
     buffers, inside = [], []
-    for entry, report in zip(plan.buckets, reports, strict=True):
-        bucket = entry.bucket
+    for target, report in zip(plan.targets, reports, strict=True):
+        entry, bucket = target.bucket, target.bucket.bucket
         rows, owned = bucket.layout.max_rows(bucket.group.rank), len(bucket.owned(bucket.group.rank))
         of_orthogonalizer = getattr(entry.orthogonalizer, "workspace", None)
         sample = torch.empty(0, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
@@ -89,13 +88,45 @@ def _workspace(plan: Plan, reports: Sequence[Report]) -> int:
     )
 
 
-def _bucket(entry: MatrixBucket) -> Report:
-    bucket, traffic = entry.bucket, entry.exchange.traffic()
-    counters = {"chosen": entry.chosen, "deferred": entry.refused, "nonfinite": entry.nonfinite}
-    counts = {name: int(by_matrix.sum()) for name, by_matrix in counters.items()}
+def _rows(buckets: Sequence[Report], states: Mapping[Tensor, State], past: Sequence[int]) -> Report:
+    """Rows of all buckets, under earlier plans too, and those that wait now."""
+    names = ("chosen", "deferred", "nonfinite")
+    rows = {
+        name: sum(bucket["rows"][name] for bucket in buckets) + before for name, before in zip(names, past, strict=True)
+    }
+    rows["applied"] = rows["chosen"] - rows["deferred"]
+    waited = [local_tensor(state[WAITED]) for state in states.values() if WAITED in state]
+    rows["waiting"] = sum(int((steps > 0).sum()) for steps in waited)
+    rows["oldest_waiting"] = max((int(steps.max()) for steps in waited if steps.numel()), default=0)
+    return rows
+
+
+def _state(plan: Plan, states: Mapping[Tensor, State]) -> Report:
+    """Which state is on this rank, and how much of it."""
+    here = {member.name: states[member.parameter] for member in plan.members if states.get(member.parameter)}
+    tensors = [local_tensor(tensor) for state in here.values() for tensor in state.values()]
+    return {"mode": plan.state_mode, "parameters": list(here), "bytes": sum(map(num_bytes, tensors))}
+
+
+def _traffic(traffic: Traffic) -> Report:
+    return {
+        "forward": list(traffic.forward),
+        "back": list(traffic.back),
+        "bytes": traffic.num_bytes,
+        "collectives": traffic.collectives,
+    }
+
+
+def _bucket(target: Target, sources: Sequence[MatrixBucket]) -> Report:
+    """Of matrices that are updated together; rows are counted where their state is."""
+    entry, counts = target.bucket, dict.fromkeys(("chosen", "deferred", "nonfinite"), 0)
+    for source in sources:
+        counters = {"chosen": source.chosen, "deferred": source.refused, "nonfinite": source.nonfinite}
+        for name, by_matrix in counters.items():
+            counts[name] += int(by_matrix.sum())
+            by_matrix.zero_()
     counts["applied"] = counts["chosen"] - counts["deferred"]
-    for by_matrix in counters.values():
-        by_matrix.zero_()
+    bucket = entry.bucket
     return {
         "name": bucket.name,
         "shape": list(bucket.shape),
@@ -103,14 +134,9 @@ def _bucket(entry: MatrixBucket) -> Report:
         "axis": str(bucket.layout.axis),
         "wire_dtype": str(bucket.dtype).removeprefix("torch."),
         "selector": repr(entry.selector),
-        "exchange": type(entry.exchange).__name__,
+        "exchange": type(entry.exchange if entry.has_state else target.delivery).__name__,
         "owners": list(bucket.owners),
         "total_rows": bucket.total_rows,
-        "traffic": {
-            "forward": list(traffic.forward),
-            "back": list(traffic.back),
-            "bytes": traffic.num_bytes,
-            "collectives": traffic.collectives,
-        },
+        "traffic": _traffic(target.delivery.traffic(entry)),
         "rows": counts,
     }

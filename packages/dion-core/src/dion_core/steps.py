@@ -34,6 +34,8 @@ def run(steps: Steps[T]) -> T:
 def interleave(stages: Sequence[Steps[T]], *, in_flight: int = 2) -> list[T]:
     """The results of all `stages`, in their order, with `in_flight` of them running alternately.
 
+    One starts as soon as another has ended, before a third is resumed: what that waits for then has more time.
+
     Args:
         stages: generators, each run to its end.
         in_flight: how many may have started and not ended. More hide longer messages and hold more buffers.
@@ -49,11 +51,10 @@ def interleave(stages: Sequence[Steps[T]], *, in_flight: int = 2) -> list[T]:
     running: list[tuple[int, Steps[T]]] = []
     try:
         while True:
-            while len(running) < in_flight and (entry := next(waiting, None)) is not None:
-                running.append(entry)
-            if not running:
+            entry = next(waiting, None) if len(running) < in_flight else None
+            if entry is None and not running:
                 return [results[number] for number in range(len(stages))]
-            number, steps = running.pop(0)
+            number, steps = entry or running.pop(0)
             try:
                 next(steps)
             except StopIteration as stop:
