@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md from the results that `python -m benchmarks.gpu_step` keeps.
+"""The tables of docs/performance.md from the results that benchmarks.gpu_step and benchmarks.wire keep.
 
     python -m benchmarks.gpu_table [--write]
 
@@ -22,8 +22,10 @@ def tables(results: list[dict[str, Any]]) -> str:
     lines = []
     for result in results:
         best = result["ceilings"]
+        world = result["rows"][0].get("world")
         lines += [
-            f"{result['machine']}, torch {result['torch']}, {result['date'][:10]}; measured in the same run: device "
+            f"{f'{world} x ' if world else ''}{result['machine']}, torch {result['torch']}, {result['date'][:10]}, "
+            f"{'over NCCL' if world else 'one rank with loopback collectives'}; measured in the same run: device "
             f"copy {best['copy'] / 1e12:.2f} TB/s, bf16 product {best['product'] / 1e12:.0f} TFLOP/s.",
             *([result["note"]] if "note" in result else []),
             "",
@@ -64,14 +66,33 @@ def _stages(row: dict[str, Any]) -> str:
     return f"| {_name(row)} | " + " | ".join(cells) + " |"
 
 
+def wire_table(results: list[dict[str, Any]]) -> str:
+    """A Markdown table for every file of results of the wire."""
+    lines = []
+    for result in results:
+        lines += [
+            f"{result['world']} x {result['machine']}, torch {result['torch']}, {result['date'][:10]}:",
+            "",
+            "| MiB a peer | all_to_all_single GB/s | list GB/s | exposed beside products |",
+            "|---|---|---|---|",
+            *(
+                f"| {row['MiB']} | {row['single']:.0f} | {row['list']:.0f} | {row['exposed']:.0%} |"
+                for row in result["rows"]
+            ),
+            "",
+        ]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _results(pattern: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
+
+
 def main() -> None:
     """Prints what `publish` puts into the page if asked to."""
-    publish(
-        tables([json.loads(path.read_text()) for path in sorted(RESULTS.glob("gpu_step-*.json"))]),
-        DOCS / "performance.md",
-        "gpu_step",
-        description=__doc__,
-    )
+    page = DOCS / "performance.md"
+    publish(tables(_results("gpu_step-*.json")), page, "gpu_step", description=__doc__)
+    publish(wire_table(_results("wire-*.json")), page, "wire", description=__doc__)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dion_core import NorDion2
 from dion_core.testing.loopback import loopback
+from tests.no_sync import no_sync
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,18 +44,6 @@ class World:
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.to_local().normal_()
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("transport", ["local", "full", "capped"])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dion_core.newton_schulz import POLAR_EXPRESS, QUINTIC, NewtonSchulz
+from tests.no_sync import no_sync
 
 pytestmark = pytest.mark.gpu
 
@@ -167,8 +168,5 @@ def test_no_synchronization() -> None:
     orthogonalize = NewtonSchulz()
     matrices = torch.randn(3, 384, 1536, device="cuda").bfloat16()
     orthogonalize(matrices)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         orthogonalize(matrices)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from dion_core.rows import Rows, RowSelection
 from dion_core.steps import run
 from dion_core.testing.cells import Case, problems
 from dion_core.transport import Exchange, Session, Transport
+from tests.no_sync import no_sync
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,24 +37,6 @@ TRANSPORTS: dict[str, Transport] = {
     "local, slack 2": LocalTopRows(slack=2.0),
 }
 MUST_READ = ("varlen", "uniform", "capped, packed, varlen")
-
-
-def set_mode(mode: str | int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode(mode)
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """In here torch raises where an operator would make the host wait."""
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.synchronize()
-    set_mode("error")
-    try:
-        yield
-    finally:
-        set_mode(mode)
 
 
 @pytest.fixture(scope="module")
