@@ -31,6 +31,7 @@ C_TYPES = {"*fp32": ctypes.c_uint64, "*bf16": ctypes.c_uint64, "*fp16": ctypes.c
            "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 SCRATCH = [ctypes.c_uint64] * 2
 unexpected = []  # C types of parameters that the driver reports in place of those expected
+special = {}  # what the metadata of kernels say besides
 
 
 def c_types(kernel):
@@ -103,10 +104,10 @@ class Compiled:
             for parameter in kernel.params
         })
         meta = [{"block_size": [64, 32], "elem_size": 2, "swizzle": 3}] * 2
-        self.metadata = SimpleNamespace(
-            num_ctas=1, num_warps=options["num_warps"], shared=1024, name=kernel.__name__, tensordesc_meta=meta
-        )
-        self.asm, self.options, self.arguments = {"cubin": b"image"}, options, arguments
+        known = {"num_ctas": 1, "num_warps": options["num_warps"], "shared": 1024, "tensordesc_meta": meta}
+        self.metadata = SimpleNamespace(name=kernel.__name__, **{**known, **special})
+        code = "hsaco" if special.get("name_of_code") else "cubin"
+        self.asm, self.options, self.arguments = {code: b"image"}, options, arguments
 
     def __getitem__(self, grid):
         return lambda *arguments: launched.append(("by Triton", grid, arguments))
@@ -191,6 +192,14 @@ for others in ([ctypes.c_uint64, ctypes.c_int64, ctypes.c_float, *SCRATCH], SCRA
     number = start(x, size=32 + len(others) + others.count(ctypes.c_int64))
     assert launched[-1][:2] == ("by Triton", (3, 1, 1)) and launched[-1][2][:4] == (x, tl.float32, 5, 0.5)
 unexpected.clear()
+for number, other in enumerate(("num_ctas", "launch_pdl", "launch_cooperative_grid", "global_scratch_size",
+                                "profile_scratch_size", "name_of_code")):
+    special[other] = 2
+    start(x, size=100 + number)
+    assert launched[-1][:2] == ("by Triton", (3, 1, 1)), other
+    special.clear()
+start(x, size=200)
+assert launched[-1][1] == (3, 1)
 
 try:
     launch(careless, 1, x.device, x, 5, SIZE=8, warps=4)

@@ -66,18 +66,11 @@ def load(compiled: Any) -> DriverKernel | None:
     Args:
         compiled: what Triton compiled: its machine code, signature and metadata.
     """
-    metadata, driver = compiled.metadata, _driver()
-    fields = _fields(compiled)
-    plain = (
-        fields is not None
-        and metadata.num_ctas == 1
-        and not getattr(metadata, "launch_cooperative_grid", False)
-        and not getattr(metadata, "launch_pdl", False)
-        and not getattr(metadata, "global_scratch_size", 0)
-        and not getattr(metadata, "profile_scratch_size", 0)
-        and hasattr(driver, "cuFuncGetParamInfo")  # since CUDA 12.4
-    )
-    if not plain or fields is None:
+    metadata, fields = compiled.metadata, _fields(compiled)
+    if fields is None or "cubin" not in compiled.asm or not _is_plain(metadata):
+        return None
+    driver = _driver()
+    if not hasattr(driver, "cuFuncGetParamInfo"):  # since CUDA 12.4
         return None
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), compiled.asm["cubin"]))
@@ -121,6 +114,12 @@ def described(descriptor: Any, compiled: Any, number: int) -> tuple[Any, ...]:
     if error:
         _fail(f"a tensor of shape {shape} and strides {strides} cannot be described to the copy engine", error)
     return (ctypes.string_at(start, _MAP_SIZE), *shape, *strides)
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether a launch takes nothing but a grid and parameters."""
+    special = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+    return metadata.num_ctas == 1 and not any(getattr(metadata, name, 0) for name in special)
 
 
 def _fields(compiled: Any) -> list[str] | None:
