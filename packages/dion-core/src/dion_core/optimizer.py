@@ -302,14 +302,13 @@ class MatrixOptimizer(Optimizer):
     def _adopt(self, plan: Plan) -> None:
         """Compares the plan with the other ranks' and opens its transport. Collective."""
         kind = f"{type(self).__name__}, nonfinite={self._nonfinite!r}"
-        compare_plans([kind, *plan.describe()], self._group, self._device)
+        compare_plans([kind, *plan.describe()], self._group, self._device, own=plan.describe_own())
         plan.open()
         prepare(plan.buckets)
-        for bucket in plan.buckets:
-            for member in bucket.members if bucket.may_defer else ():
-                flatten = is_flattened(member.parameter, member.group)
-                waited = row_state_like(member.parameter, torch.int32, flatten=flatten)
-                self.state[member.parameter].setdefault(WAITED, waited)
+        for member in plan.deferring:
+            flatten = is_flattened(member.parameter, member.group)
+            waited = row_state_like(member.parameter, torch.int32, flatten=flatten)
+            self.state[member.parameter].setdefault(WAITED, waited)
         if self._plan is not None:
             self._past = [past + count for past, count in zip(self._past, self._plan.row_counts(), strict=True)]
         self._plan = plan

@@ -74,7 +74,7 @@ def _workspace(plan: Plan, reports: Sequence[Report]) -> int:
     buffers, inside = [], []
     for entry, report in zip(plan.buckets, reports, strict=True):
         bucket = entry.bucket
-        rows, owned = bucket.layout.max_rows(bucket.group.rank), len(bucket.owned(bucket.group.rank))
+        rows, owned = bucket.layout.max_rows(bucket.group.rank), len(bucket.owned(bucket.rank))
         of_orthogonalizer = getattr(entry.orthogonalizer, "workspace", None)
         sample = torch.empty(0, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
         known = of_orthogonalizer(sample, owned, bucket.total_rows) if of_orthogonalizer is not None else 0
@@ -101,6 +101,7 @@ def _bucket(entry: MatrixBucket) -> Report:
         "shape": list(bucket.shape),
         "parameters": [part.name for part in entry.parts],
         "axis": str(bucket.layout.axis),
+        "outer_axes": [{"axis": str(each.axis), "ranks": list(each.group.ranks)} for each in bucket.layout.outer],
         "wire_dtype": str(bucket.dtype).removeprefix("torch."),
         "selector": repr(entry.selector),
         "exchange": type(entry.exchange).__name__,
@@ -109,6 +110,8 @@ def _bucket(entry: MatrixBucket) -> Report:
         "traffic": {
             "forward": list(traffic.forward),
             "back": list(traffic.back),
+            "outer_forward": [list(each) for each in traffic.outer_forward],
+            "outer_back": [list(each) for each in traffic.outer_back],
             "bytes": traffic.num_bytes,
             "collectives": traffic.collectives,
         },

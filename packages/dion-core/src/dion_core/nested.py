@@ -1,0 +1,344 @@
+"""Exchanges on meshes of several axes: the lines of an outer axis share the matrices of a bucket among them.
+
+The transport moves rows along one axis of the mesh. Beside it other lines hold the same rows, as copies (HSDP) or
+other columns of them (tiles of FSDP2 and tensor parallelism). Every line works on a share of the matrices, so that
+each matrix is orthogonalized once in the world:
+
+    copies   each line sends only the rows of its share through the transport; results go to the other lines.
+    columns  the columns of a share's rows come together on the line that works on it, go through the transport as
+             whole rows, and results go back in parts.
+
+All ranks choose and admit rows of all matrices, hence know the sizes of all shares. Rows travel between lines in the
+form in which the transport gives results back (`Exchange.result_slot`), so that a cheap transport stays cheap.
+
+Legend: N matrices, K slots a matrix, C columns, S rows of a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dion_core.collectives import Group, split
+from dion_core.layout import Axis
+from dion_core.newton_schulz import Orthogonalizer
+from dion_core.rows import Rows, RowSelection
+from dion_core.steps import Steps
+from dion_core.transport import Bucket, Exchange, Session, Traffic, Transport
+
+
+def shares(bucket: Bucket) -> list[Bucket]:
+    """What each line of the outermost axis works on: slices of the bucket, some of which may be empty."""
+    per_line = bucket.layout.num_workers // bucket.layout.outer[0].group.size
+    lines = [owner // per_line for owner in bucket.owners]
+    assert lines == sorted(lines), "the matrices of a bucket stand line after line"
+    starts = [lines.index(line) if line in lines else None for line in range(bucket.layout.outer[0].group.size)]
+    made = []
+    for line, start in enumerate(starts):
+        first = 0 if start is None else start
+        last = first + lines.count(line)
+        owners = tuple(owner % per_line for owner in bucket.owners[first:last])
+        made.append(replace(bucket, layout=bucket.layout.share(first, last), owners=owners))
+    return made
+
+
+def innermost(bucket: Bucket) -> list[Bucket]:
+    """What a transport is opened for: the bucket, or its shares that hold matrices, in their order."""
+    if not bucket.layout.outer:
+        return [bucket]
+    return [leaf for share in shares(bucket) if share.owners for leaf in innermost(share)]
+
+
+def part(selection: RowSelection, first: int, last: int) -> RowSelection:
+    """The selection of matrices first to last - 1."""
+    return RowSelection(
+        selection.index[first:last],
+        selection.count[first:last],
+        selection.count_by_rank[:, first:last].contiguous(),
+        selection.ratio[first:last],
+        selection.age[first:last],
+    )
+
+
+@dataclass(frozen=True)
+class NestedRows(Rows):
+    """Rows of which those of one share go through the transport.
+
+    Attributes:
+        inner: where those are written.
+    """
+
+    inner: Rows | None
+
+
+class NestedExchange(Exchange):
+    """What the exchanges of both kinds of outer axes have in common.
+
+    Attributes:
+        bucket: of all matrices.
+        inner: by line the exchange of its share; None where it is empty.
+    """
+
+    def __init__(self, bucket: Bucket, inner: Sequence[Exchange | None]) -> None:
+        self.bucket = bucket
+        self.inner = inner
+        self._outer = bucket.layout.outer[0]
+        self._bounds = list(pairwise(accumulate([len(share.owners) for share in shares(bucket)], initial=0)))
+        self._known: tuple[list[Tensor], Tensor] | None = None
+
+    @property
+    def group(self) -> Group:
+        """The ranks of the outer axis."""
+        return self._outer.group.named(self.bucket.name)
+
+    @property
+    def mine(self) -> Exchange | None:
+        """The exchange that this rank's line sends rows through."""
+        return self.inner[self.group.rank]
+
+    def parts(self, selection: RowSelection) -> list[RowSelection]:
+        """The selection by line."""
+        return [part(selection, *bounds) for bounds in self._bounds]
+
+    def admit(self, selection: RowSelection) -> RowSelection:
+        parts = self.parts(selection)
+        admitted = [
+            each if exchange is None else exchange.admit(each) for exchange, each in zip(self.inner, parts, strict=True)
+        ]
+        if all(one is other for one, other in zip(parts, admitted, strict=True)):
+            return selection
+        return replace(
+            selection,
+            index=torch.cat([each.index for each in admitted]),
+            count=torch.cat([each.count for each in admitted]),
+            ratio=torch.cat([each.ratio for each in admitted]),
+            age=torch.cat([each.age for each in admitted]),
+        )
+
+    def num_results(self) -> int:
+        return sum(self.rows_by_line())
+
+    def rows_by_line(self) -> list[int]:
+        """How many rows of results each line's share has in this step."""
+        return [0 if exchange is None else exchange.num_results() for exchange in self.inner]
+
+    def result_slot(self, selection: RowSelection) -> Tensor:
+        parts, rows = self.parts(selection), self.rows_by_line()
+        working = [(line, exchange) for line, exchange in enumerate(self.inner) if exchange is not None]
+        given = [exchange.result_slot(parts[line]) for line, exchange in working]
+        known = self._known
+        if known is not None and all(one is other for one, other in zip(given, known[0], strict=True)):
+            return known[1]  # slots that do not change are joined once
+        starts = list(accumulate(rows, initial=0))
+        moved = [
+            torch.where(slot < rows[line], slot + starts[line], sum(rows))
+            for slot, (line, _) in zip(given, working, strict=True)
+        ]
+        self._known = given, torch.cat(moved)
+        return self._known[1]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the rows on this rank."""
+        return self.bucket.layout.columns(self.bucket.layout.group.rank)
+
+    def buffer(self) -> Tensor:
+        """(S + 1, C), for the results of all shares; the last row takes what has no slot."""
+        shape = (self.num_results() + 1, self.columns)
+        return torch.empty(shape, dtype=self.bucket.dtype, device=self.bucket.device)
+
+    def bytes_by_line(self) -> list[int]:
+        """Bytes on this rank of the results of each line's share."""
+        return [rows * self.columns * self.bucket.dtype.itemsize for rows in self.rows_by_line()]
+
+    def inner_traffic(self) -> Traffic:
+        """That of this line's share."""
+        return Traffic() if self.mine is None else self.mine.traffic()
+
+
+class CopiesExchange(NestedExchange):
+    """Lines that hold copies: each sends its share through the transport, and all gather the results."""
+
+    def reserve(self, selection: RowSelection) -> Rows:
+        mine, parts = self.mine, self.parts(selection)
+        nowhere = [torch.full_like(each.index, -1) for each in parts]
+        if mine is None:
+            empty = torch.empty(0, self.columns, dtype=self.bucket.dtype, device=self.bucket.device)
+            return NestedRows(empty, torch.cat(nowhere), None)
+        rows = mine.reserve(parts[self.group.rank])
+        nowhere[self.group.rank] = rows.slot
+        return NestedRows(rows.values, torch.cat(nowhere), rows)
+
+    def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
+        assert isinstance(rows, NestedRows)
+        mine, own = self.mine, self.rows_by_line()[self.group.rank]
+        message = rows.values.new_empty(0)
+        if mine is not None and rows.inner is not None:
+            results = yield from mine.orthogonalize(rows.inner, self.parts(selection)[self.group.rank], orthogonalizer)
+            message = results.values[:own].flatten()
+        values = self.buffer()
+        sizes = [number * self.columns for number in self.rows_by_line()]
+        handle = self.group.all_gather(split(values[:-1].flatten(), sizes), message)
+        yield
+        handle.wait()
+        return Rows(values, self.result_slot(selection))
+
+    def traffic(self) -> Traffic:
+        inner, own = self.inner_traffic(), self.bytes_by_line()[self.group.rank]
+        gathered = (own,) * self.group.size
+        return replace(inner, collectives=inner.collectives + 1, outer_back=(*inner.outer_back, gathered))
+
+
+class ColumnsExchange(NestedExchange):
+    """Lines that hold other columns: those of a share's rows come together on its line, and go back in parts."""
+
+    def reserve(self, selection: RowSelection) -> Rows:
+        return Rows(self.buffer(), self.result_slot(selection))
+
+    def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
+        group, mine, leaving = self.group, self.mine, rows.values[:-1].flatten()
+        sent = [number * self.columns for number in self.rows_by_line()]
+        received = [self.rows_by_line()[group.rank] * width for width in self._widths]
+        arrived = rows.values.new_empty(sum(received))
+        handle = group.all_to_all(arrived, leaving, received, sent)
+        yield
+        handle.wait()
+        back = arrived
+        if mine is not None:
+            of_share = self.parts(selection)[group.rank]
+            whole = mine.reserve(of_share)
+            self._join(split(arrived, received), whole, mine.result_slot(of_share))
+            results = yield from mine.orthogonalize(whole, of_share, orthogonalizer)
+            own = results.values[: self.rows_by_line()[group.rank]]
+            back = torch.cat([piece.flatten() for piece in own.split_with_sizes(self._widths, dim=1)])
+        # Results come back into the buffer that the rows left in.
+        handle = group.all_to_all(leaving, back, sent, received)
+        yield
+        handle.wait()
+        return rows
+
+    def traffic(self) -> Traffic:
+        inner, own = self.inner_traffic(), self.rows_by_line()[self.group.rank]
+        there = tuple(self.bytes_by_line())
+        back = tuple(own * width * self.bucket.dtype.itemsize for width in self._widths)
+        return replace(
+            inner,
+            collectives=inner.collectives + 2,
+            outer_forward=(there, *inner.outer_forward),
+            outer_back=(*inner.outer_back, back),
+        )
+
+    @property
+    def _widths(self) -> list[int]:
+        return [width for _, width in self._outer.columns]
+
+    def _join(self, pieces: Sequence[Tensor], whole: Rows, slot: Tensor) -> None:
+        """Writes the rows that arrived in parts to their places in the transport's buffer."""
+        widths = zip(pieces, self._widths, strict=True)
+        rows = torch.cat([piece.view(-1, width) for piece, width in widths if width], dim=1)
+        if len(rows):
+            # Past the count there is no row, and any will do.
+            taken = rows.index_select(0, slot.flatten().clamp(max=len(rows) - 1))
+            whole.values.index_copy_(0, whole.slot.flatten(), taken)
+
+
+def nested(bucket: Bucket, exchanges: Iterator[Exchange]) -> Exchange:
+    """The exchange of a bucket, from those of `innermost(bucket)`."""
+    if not bucket.layout.outer:
+        return next(exchanges)
+    inner = [nested(share, exchanges) if share.owners else None for share in shares(bucket)]
+    kind = CopiesExchange if bucket.layout.outer[0].axis is Axis.REPLICATED else ColumnsExchange
+    return kind(bucket, inner)
+
+
+class NestedSession(Session):
+    """The session of a transport that was opened for shares of buckets."""
+
+    def __init__(self, inner: Session, buckets: Sequence[Bucket]) -> None:
+        of_all = iter(inner.exchanges)
+        super().__init__([nested(bucket, of_all) for bucket in buckets])
+        self._inner = inner
+        sizes = [[len(leaf.owners) for leaf in innermost(bucket)] for bucket in buckets]
+        self._bounds = [list(pairwise(accumulate(of_bucket, initial=0))) for of_bucket in sizes]
+
+    def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
+        each = zip(selections, self._bounds, strict=True)
+        return self._inner.begin([part(selection, *ends) for selection, bounds in each for ends in bounds])
+
+    def end(self) -> None:
+        self._inner.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state_dict)
+
+    @property
+    def host_reads(self) -> int:  # type: ignore[override]
+        return self._inner.host_reads
+
+    @property
+    def host_waits(self) -> int:  # type: ignore[override]
+        return self._inner.host_waits
+
+    @property
+    def sizes(self) -> int:  # type: ignore[override]
+        return self._inner.sizes
+
+
+class JoinedSession(Session):
+    """Several sessions of one transport, each for buckets that other ranks have with it."""
+
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        super().__init__([exchange for session in sessions for exchange in session.exchanges])
+        self._sessions = sessions
+
+    def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
+        rest = list(selections)
+        for session in self._sessions:
+            here, rest = rest[: len(session.exchanges)], rest[len(session.exchanges) :]
+            yield from session.begin(here)
+
+    def end(self) -> None:
+        for session in self._sessions:
+            session.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sessions": [session.state_dict() for session in self._sessions]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict.get("sessions", [])
+        if len(saved) == len(self._sessions):
+            for session, each in zip(self._sessions, saved, strict=True):
+                session.load_state_dict(each)
+
+    @property
+    def host_reads(self) -> int:  # type: ignore[override]
+        return sum(session.host_reads for session in self._sessions)
+
+    @property
+    def host_waits(self) -> int:  # type: ignore[override]
+        return sum(session.host_waits for session in self._sessions)
+
+    @property
+    def sizes(self) -> int:  # type: ignore[override]
+        return sum(session.sizes for session in self._sessions)
+
+
+def open_session(transport: Transport, runs: Sequence[Sequence[Bucket]]) -> Session:
+    """The session of all buckets. Collective, run after run: the buckets of a run are those that the same ranks have.
+
+    A transport may use the choices of all buckets of a session for each, so ranks must have a session in common.
+    """
+    sessions = []
+    for buckets in runs:
+        session = transport.open([leaf for bucket in buckets for leaf in innermost(bucket)])
+        nests = any(bucket.layout.outer for bucket in buckets)
+        sessions.append(NestedSession(session, buckets) if nests else session)
+    return sessions[0] if len(sessions) == 1 else JoinedSession(sessions)
