@@ -240,7 +240,7 @@ def make_buckets(
         chosen = _selector(options, layout, rule, choice)
         dtype = wire_dtype(momentum_dtype(part.member.parameter, options), options)
         drafts.append(_Draft(part, layout, chosen, dtype))
-    common, loads = _owned([draft for draft in drafts if not draft.part.views.divided], {})
+    common, loads = _owned([draft for draft in drafts if not draft.part.views.divided])
     # What other ranks do not have comes after what all have, whose owners must not depend on it.
     own, own_loads = _owned([draft for draft in drafts if draft.part.views.divided], loads)
     buckets = [
@@ -256,11 +256,9 @@ def make_buckets(
     return buckets, loads
 
 
-def _owned(drafts: Sequence[_Draft], before: Loads) -> tuple[list[list[tuple[_Draft, int]]], Loads]:
+def _owned(drafts: Sequence[_Draft], before: Loads | None = None) -> tuple[list[list[tuple[_Draft, int]]], Loads]:
     """The matrices of every bucket with their owners, and the load by set of ranks."""
-    owners, loads = assign_owners(
-        [draft.cost for draft in drafts], [draft.layout for draft in drafts], **({"before": before} if before else {})
-    )
+    owners, loads = assign_owners([draft.cost for draft in drafts], [draft.layout for draft in drafts], before)
     by_key: dict[Hashable, list[tuple[_Draft, int]]] = {}
     for draft, owner in zip(drafts, owners, strict=True):
         by_key.setdefault(draft.key, []).append((draft, owner))

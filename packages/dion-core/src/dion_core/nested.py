@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dion_core.collectives import Group, split
 from dion_core.layout import Axis
@@ -54,15 +55,38 @@ def innermost(bucket: Bucket) -> list[Bucket]:
     return [leaf for share in shares(bucket) if share.owners for leaf in innermost(share)]
 
 
-def part(selection: RowSelection, first: int, last: int) -> RowSelection:
-    """The selection of matrices first to last - 1."""
-    return RowSelection(
-        selection.index[first:last],
-        selection.count[first:last],
-        selection.count_by_rank[:, first:last].contiguous(),
-        selection.ratio[first:last],
-        selection.age[first:last],
-    )
+@dataclass(frozen=True)
+class Part:
+    """Some matrices of a bucket: those from `first` to `last` - 1, of which this rank offers up to `slots` rows each.
+
+    That may be fewer than of others: of one head no rank of a line may hold rows that holds some of another.
+    """
+
+    first: int
+    last: int
+    slots: int
+
+    def of(self, selection: RowSelection) -> RowSelection:
+        """The selection of those matrices."""
+        matrices, entries = slice(self.first, self.last), slice(self.slots)
+        return RowSelection(
+            selection.index[matrices, entries],
+            selection.count[matrices],
+            selection.count_by_rank[:, matrices].contiguous(),
+            selection.ratio[matrices, entries],
+            selection.age[matrices, entries],
+        )
+
+    def with_rest(self, entries: Tensor, whole: Tensor) -> Tensor:
+        """(n, K) of (n, `slots`) entries, followed by those of an (N, K) table that name no row of these matrices."""
+        return torch.cat([entries, whole[self.first : self.last, self.slots :]], dim=1)
+
+
+def parts_of(buckets: Sequence[Bucket]) -> list[Part]:
+    """What each of the buckets, which stand one behind the other, is of the bucket that they are made of."""
+    ends = pairwise(accumulate([len(bucket.owners) for bucket in buckets], initial=0))
+    slots = [bucket.slots_by_rank[bucket.layout.group.rank] for bucket in buckets]
+    return [Part(*bounds, each) for bounds, each in zip(ends, slots, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -88,7 +112,7 @@ class NestedExchange(Exchange):
         self.bucket = bucket
         self.inner = inner
         self._outer = bucket.layout.outer[0]
-        self._bounds = list(pairwise(accumulate([len(share.owners) for share in shares(bucket)], initial=0)))
+        self._parts = parts_of(shares(bucket))
         self._known: tuple[list[Tensor], Tensor] | None = None
 
     @property
@@ -103,7 +127,7 @@ class NestedExchange(Exchange):
 
     def parts(self, selection: RowSelection) -> list[RowSelection]:
         """The selection by line."""
-        return [part(selection, *bounds) for bounds in self._bounds]
+        return [part.of(selection) for part in self._parts]
 
     def admit(self, selection: RowSelection) -> RowSelection:
         parts = self.parts(selection)
@@ -112,12 +136,13 @@ class NestedExchange(Exchange):
         ]
         if all(one is other for one, other in zip(parts, admitted, strict=True)):
             return selection
+        both = list(zip(self._parts, admitted, strict=True))
         return replace(
             selection,
-            index=torch.cat([each.index for each in admitted]),
+            index=torch.cat([part.with_rest(each.index, selection.index) for part, each in both]),
             count=torch.cat([each.count for each in admitted]),
-            ratio=torch.cat([each.ratio for each in admitted]),
-            age=torch.cat([each.age for each in admitted]),
+            ratio=torch.cat([part.with_rest(each.ratio, selection.ratio) for part, each in both]),
+            age=torch.cat([part.with_rest(each.age, selection.age) for part, each in both]),
         )
 
     def num_results(self) -> int:
@@ -135,10 +160,11 @@ class NestedExchange(Exchange):
         if known is not None and all(one is other for one, other in zip(given, known[0], strict=True)):
             return known[1]  # slots that do not change are joined once
         starts = list(accumulate(rows, initial=0))
-        moved = [
-            torch.where(slot < rows[line], slot + starts[line], sum(rows))
-            for slot, (line, _) in zip(given, working, strict=True)
-        ]
+        moved = []
+        for slot, (line, _) in zip(given, working, strict=True):
+            nowhere = sum(rows)
+            wide = pad(slot, (0, selection.index.shape[1] - slot.shape[1]), value=nowhere)
+            moved.append(torch.where(wide < rows[line], wide + starts[line], nowhere))
         self._known = given, torch.cat(moved)
         return self._known[1]
 
@@ -156,6 +182,15 @@ class NestedExchange(Exchange):
         """Bytes on this rank of the results of each line's share."""
         return [rows * self.columns * self.bucket.dtype.itemsize for rows in self.rows_by_line()]
 
+    def idle(self) -> Steps[None]:
+        """Yields as often as the lines that have something to send.
+
+        Else lines would issue the collectives of several buckets, which are under way together, in different orders.
+        """
+        working = next(exchange for exchange in self.inner if exchange is not None)
+        for _ in range(working.traffic().collectives):
+            yield
+
     def inner_traffic(self) -> Traffic:
         """That of this line's share."""
         return Traffic() if self.mine is None else self.mine.traffic()
@@ -165,14 +200,13 @@ class CopiesExchange(NestedExchange):
     """Lines that hold copies: each sends its share through the transport, and all gather the results."""
 
     def reserve(self, selection: RowSelection) -> Rows:
-        mine, parts = self.mine, self.parts(selection)
-        nowhere = [torch.full_like(each.index, -1) for each in parts]
+        mine, part, slot = self.mine, self._parts[self.group.rank], torch.full_like(selection.index, -1)
         if mine is None:
             empty = torch.empty(0, self.columns, dtype=self.bucket.dtype, device=self.bucket.device)
-            return NestedRows(empty, torch.cat(nowhere), None)
-        rows = mine.reserve(parts[self.group.rank])
-        nowhere[self.group.rank] = rows.slot
-        return NestedRows(rows.values, torch.cat(nowhere), rows)
+            return NestedRows(empty, slot, None)
+        rows = mine.reserve(part.of(selection))
+        slot[part.first : part.last, : part.slots] = rows.slot
+        return NestedRows(rows.values, slot, rows)
 
     def orthogonalize(self, rows: Rows, selection: RowSelection, orthogonalizer: Orthogonalizer) -> Steps[Rows]:
         assert isinstance(rows, NestedRows)
@@ -181,6 +215,8 @@ class CopiesExchange(NestedExchange):
         if mine is not None and rows.inner is not None:
             results = yield from mine.orthogonalize(rows.inner, self.parts(selection)[self.group.rank], orthogonalizer)
             message = results.values[:own].flatten()
+        else:
+            yield from self.idle()
         values = self.buffer()
         sizes = [number * self.columns for number in self.rows_by_line()]
         handle = self.group.all_gather(split(values[:-1].flatten(), sizes), message)
@@ -216,6 +252,8 @@ class ColumnsExchange(NestedExchange):
             results = yield from mine.orthogonalize(whole, of_share, orthogonalizer)
             own = results.values[: self.rows_by_line()[group.rank]]
             back = torch.cat([piece.flatten() for piece in own.split_with_sizes(self._widths, dim=1)])
+        else:
+            yield from self.idle()
         # Results come back into the buffer that the rows left in.
         handle = group.all_to_all(leaving, back, sent, received)
         yield
@@ -263,12 +301,11 @@ class NestedSession(Session):
         of_all = iter(inner.exchanges)
         super().__init__([nested(bucket, of_all) for bucket in buckets])
         self._inner = inner
-        sizes = [[len(leaf.owners) for leaf in innermost(bucket)] for bucket in buckets]
-        self._bounds = [list(pairwise(accumulate(of_bucket, initial=0))) for of_bucket in sizes]
+        self._parts = [parts_of(innermost(bucket)) for bucket in buckets]
 
     def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
-        each = zip(selections, self._bounds, strict=True)
-        return self._inner.begin([part(selection, *ends) for selection, bounds in each for ends in bounds])
+        both = zip(selections, self._parts, strict=True)
+        return self._inner.begin([part.of(selection) for selection, parts in both for part in parts])
 
     def end(self) -> None:
         self._inner.end()

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from dion_core.buckets import Member
 from dion_core.capture import StepGraph, check_capturable, form
+from dion_core.copies import differing_copies
 from dion_core.elementwise import adamw_, lion_
 from dion_core.membership import check_same_group, check_same_ranks, listed, replica_group, stepping_group
 from dion_core.operands import Operands, Rates, StepOperands
@@ -231,6 +232,21 @@ class MatrixOptimizer(Optimizer):
         num_steps, self._num_steps = self._num_steps, 0
         past, self._past = self._past, [0, 0, 0]
         return make_report(self._plan, self.state, num_steps, self._skipped, past)
+
+    def check_replicas(self) -> list[str]:
+        """Which copies of parameters and state differ between ranks, a line each by name; empty if all are bit-equal.
+
+        Of replicated parameters (DDP, HSDP) and of what is replicated beside a split. Collective, for use in between
+        steps: it reads all of them once, and waits for the device.
+        """
+        tensors = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                name = self._names[parameter]
+                tensors[name] = parameter, parameter
+                for key, value in self.state.get(parameter, {}).items():
+                    tensors[f"{name} ({key})"] = value, parameter
+        return differing_copies(tensors, self._group, self._replicas, self._device)
 
     @contextmanager
     def _raised_by_all(self) -> Iterator[None]:

@@ -82,7 +82,7 @@ def agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients
         for number, left_out in entries:
             part, message = message[: left_out.numel()], message[left_out.numel() :]
             agreed[number] = [
-                None if gradient is None else torch.where(row[:, None], torch.nan, gradient)
+                None if gradient is None else torch.where(row[: len(gradient), None], torch.nan, gradient)
                 for gradient, row in zip(gradients[number], part.view(left_out.shape).bool(), strict=True)
             ]
     return agreed

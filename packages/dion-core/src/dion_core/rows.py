@@ -72,14 +72,17 @@ class Rows:
 
 
 def overflowing_rows(momentum: Sequence[Tensor], gradients: Sequence[Tensor | None], *, maximize: bool) -> Tensor:
-    """(N, R) bool: the rows that `accumulate_` would leave out, whose sum as it would be stored is not finite."""
+    """(N, R) bool: the rows that `accumulate_` would leave out, whose sum as it would be stored is not finite.
+
+    Where the tensors differ in rows, R is the most of them, and what is past a tensor's last row is False.
+    """
     rows = []
     for state, gradient in zip(momentum, gradients, strict=True):
         if gradient is None:
             rows.append(torch.zeros(state.shape[0], dtype=torch.bool, device=state.device))
         else:
             rows.append(~_sum(state, -gradient if maximize else gradient).isfinite().all(dim=1))
-    return torch.stack(rows)
+    return _stacked(rows)
 
 
 def _sum(state: Tensor, gradient: Tensor) -> Tensor:

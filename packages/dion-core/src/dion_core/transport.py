@@ -241,7 +241,7 @@ class Transport(ABC):
         outer_axes: whether its exchanges say where results lie (`Exchange.result_slot`), which they must where
             matrices are replicated beside their split (HSDP), or split by rows and by columns (tiles). Its sizes may
             then depend on nothing but the buckets and the choices of the step, so that all ranks of an outer axis
-            know them.
+            know them, and `orthogonalize` yields once for each of `Traffic.collectives`.
     """
 
     interface_version: ClassVar[int]
