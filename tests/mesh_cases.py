@@ -136,6 +136,7 @@ class Outcome:
         calls: of the last step.
         orthogonalized: matrices, in the last step.
         differing: what `check_replicas` says at the end.
+        keys: of the state of each weight.
     """
 
     errors: list[dict[str, float]]
@@ -143,10 +144,14 @@ class Outcome:
     orthogonalized: int
     report: dict[str, Any]
     differing: list[str]
+    keys: list[list[str]]
 
 
 def values(case: Case) -> list[list[Tensor]]:
-    """Of the weights, then of the gradients of every step, one tensor a weight; experts differ in scale."""
+    """Of the weights, then of the gradients of every step, one tensor a weight; experts differ in scale.
+
+    In the second step the last row of the first weight has an infinite element, which one rank alone may see.
+    """
     generator = torch.Generator().manual_seed(4)
     drawn = [
         [torch.randn(weight.shape, generator=generator, dtype=torch.float64) for weight in case.weights]
@@ -156,6 +161,7 @@ def values(case: Case) -> list[list[Tensor]]:
         for gradient in of_step:
             if gradient.ndim > 2:
                 gradient *= 10.0 ** torch.arange(len(gradient)).view(-1, *[1] * (gradient.ndim - 1))
+    drawn[2][0].view(-1)[-1] = torch.inf
     return [[value.to(case.dtype) for value in of_step] for of_step in drawn]
 
 
@@ -209,7 +215,8 @@ def _compare(case: Case, reference: Whole) -> Outcome:
     ]
     waiting = [optimizer.state[each]["waited"] for each in parameters if "waited" in optimizer.state[each]]
     assert not any(bool(each.to_local().any()) for each in waiting), "rows were deferred"
-    return Outcome(errors, calls, counting.number, report, differing)
+    keys = [sorted(optimizer.state[each]) for each in parameters]
+    return Outcome(errors, calls, counting.number, report, differing, keys)
 
 
 def build(case: Case, mesh: DeviceMesh, **options: Any) -> tuple[Any, list[nn.Parameter]]:

@@ -104,6 +104,8 @@ def check(case: Case, outcomes: list[Outcome], *, exact: bool) -> None:
             for name, error in errors.items():
                 assert error <= allowed, f"{case}: {name} of weight {number} is off by {error}"
         assert outcome.differing == []
+        assert outcome.keys == outcomes[0].keys
+        assert outcome.report["rows"]["nonfinite"] <= 1
         for bucket in outcome.report["buckets"]:
             traffic = bucket["traffic"]
             ways = [*traffic["outer_forward"], traffic["forward"], traffic["back"], *traffic["outer_back"]]
@@ -111,6 +113,7 @@ def check(case: Case, outcomes: list[Outcome], *, exact: bool) -> None:
             assert sent == [way for way in ways if way], (case, bucket["name"])
             assert len(sent) == traffic["collectives"]
             assert traffic["bytes"] == sum(map(sum, sent))
+    assert sum(outcome.report["rows"]["nonfinite"] for outcome in outcomes) > 0
     matrices = sum(len(weight.matrices(torch.empty(weight.shape))) for weight in case.weights)
     assert sum(outcome.orthogonalized for outcome in outcomes) == matrices, case
 

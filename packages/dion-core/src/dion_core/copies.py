@@ -22,7 +22,8 @@ from dion_core.placements import local_tensor
 _CHUNK = 2**22
 """Elements that are reduced at a time, which bounds the memory that is needed."""
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio in 64 bits, as a signed number
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.uint8, 2: torch.int16}
+"""By size of an element; longer ones are halved, else two changed highest bits of 64 would always cancel out."""
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -31,7 +32,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     Elements are taken as whole numbers and summed modulo 2^64 with odd factors that depend on their places: one that
     differs always shows, several that differ cancel out by chance alone, about once in 2^64.
     """
-    words = tensor.detach().contiguous().view(_WORDS[tensor.element_size()]).flatten()
+    words = tensor.detach().contiguous().flatten().view(_WORDS.get(tensor.element_size(), torch.int32))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(words), _CHUNK):
         piece = words[start : start + _CHUNK].long()

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -106,7 +106,10 @@ class NestedExchange(Exchange):
     Attributes:
         bucket: of all matrices.
         inner: by line the exchange of its share; None where it is empty.
+        rounds: the collectives over the outer axis in a step.
     """
+
+    rounds: ClassVar[int]
 
     def __init__(self, bucket: Bucket, inner: Sequence[Exchange | None]) -> None:
         self.bucket = bucket
@@ -187,8 +190,7 @@ class NestedExchange(Exchange):
 
         Else lines would issue the collectives of several buckets, which are under way together, in different orders.
         """
-        working = next(exchange for exchange in self.inner if exchange is not None)
-        for _ in range(working.traffic().collectives):
+        for _ in range(_rounds(self) - self.rounds):
             yield
 
     def inner_traffic(self) -> Traffic:
@@ -196,8 +198,17 @@ class NestedExchange(Exchange):
         return Traffic() if self.mine is None else self.mine.traffic()
 
 
+def _rounds(exchange: Exchange) -> int:
+    """How often a rank that sends something waits for others in `orthogonalize`."""
+    if not isinstance(exchange, NestedExchange):
+        return exchange.traffic().collectives
+    return exchange.rounds + _rounds(next(inner for inner in exchange.inner if inner is not None))
+
+
 class CopiesExchange(NestedExchange):
     """Lines that hold copies: each sends its share through the transport, and all gather the results."""
+
+    rounds = 1
 
     def reserve(self, selection: RowSelection) -> Rows:
         mine, part, slot = self.mine, self._parts[self.group.rank], torch.full_like(selection.index, -1)
@@ -232,6 +243,8 @@ class CopiesExchange(NestedExchange):
 
 class ColumnsExchange(NestedExchange):
     """Lines that hold other columns: those of a share's rows come together on its line, and go back in parts."""
+
+    rounds = 2
 
     def reserve(self, selection: RowSelection) -> Rows:
         return Rows(self.buffer(), self.result_slot(selection))
