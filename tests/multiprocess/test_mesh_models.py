@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dion_comm_capped import Capped
 from dion_comm_nccl import FullShard
 from dion_core import NorDion2, NorMuon, TransportError, buckets
 from dion_core.copies import fingerprint
+from dion_core.meshes import mesh_axes
 from dion_core.testing.ranks import pool
 from tests.mesh_cases import Case, Mesh, Weight, build, compare_here, placed, values
 
@@ -113,6 +115,31 @@ def agree_with_one_process(way: str, world_size: int) -> None:
             for name in wanted:
                 # Gradients of different ranks are summed in another order.
                 torch.testing.assert_close(found[name], wanted[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+def places_that_differ() -> list[str]:
+    """Where this rank's pieces lie elsewhere than DTensor says, for all meshes of four ranks and lengths up to 17."""
+    ways = [("0", "0"), ("s0/2", "0"), ("0", "1"), ("1", "0"), ("r", "0"), ("0", "r"), ("r", "s1/1"), ("r", "r")]
+    meshes = [Mesh((2, 2), places) for places in ways] + [Mesh((4, 1), ("s0/1", "0")), Mesh((1, 4), ("s0/4", "0"))]
+    wrong = []
+    for mesh in meshes:
+        made, placements = mesh.make(), mesh.placements()
+        for length in range(1, 18):
+            shape, replicate = (length, 19 - length), [Replicate()] * made.ndim
+            tensor = DTensor.from_local(torch.empty(0), made, replicate, run_check=False, shape=shape, stride=(1, 1))
+            tensor._spec = type(tensor._spec)(made, tuple(placements), tensor._spec.tensor_meta)
+            axes = mesh_axes(tensor)
+            assert axes is not None
+            held = [axes.held(dim, tensor.shape[dim]) for dim in range(2)]
+            sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, made, placements)
+            for (offset, size), wanted_size, wanted in zip(held, sizes, offsets, strict=True):
+                if size != wanted_size or (size and offset != wanted):
+                    wrong.append(f"{mesh} {length}: {held}, {sizes} {offsets}")
+    return wrong
+
+
+def test_pieces_lie_where_torch_says() -> None:
+    assert pool(4).run(places_that_differ) == [[]] * 4
 
 
 def state_of_tiles() -> None:

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from dion_core.buckets import MatrixBucket, Member, Part, make_buckets, stable_repr
 from dion_core.collectives import Group
 from dion_core.layout import Layout, in_pieces
-from dion_core.nested import open_session
 from dion_core.options import OPTIONS
 from dion_core.registry import Choice, choose_transport
 from dion_core.rules import Rule
+from dion_core.sessions import open_session
 from dion_core.transport import Bucket, Scope, Session, Transport
 from dion_core.views import VIEW_KEYS, parameter_matrices
 
