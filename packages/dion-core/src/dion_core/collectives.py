@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor
 from dion_core.watchdog import WATCHDOG, Work
 
 Reduction = Literal["sum", "max"]
+T = TypeVar("T")
 
 
 class TransportError(RuntimeError):
@@ -176,6 +177,19 @@ class _Watched:
         return event.query() if event is not None else all(work.is_completed() for work in works)
 
 
+class _Placing:
+    """A collective whose results are to be copied to where they belong."""
+
+    def __init__(self, handle: Handle, outputs: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:
+        self._handle, self._outputs, self._arrived = handle, outputs, arrived
+
+    def wait(self) -> None:
+        self._handle.wait()
+        for output, piece in zip(self._outputs, self._arrived, strict=True):
+            output.copy_(piece)
+        self._outputs, self._arrived = (), ()
+
+
 def _raise_failure() -> None:
     if WATCHDOG.failure:
         raise TransportError(WATCHDOG.failure)
@@ -191,18 +205,28 @@ def _named_errors(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TorchGroup:
-    """A `Group` on a torch.distributed process group (NCCL or gloo). Equal if the process group is the same.
+    """A `Group` on a torch.distributed process group (NCCL or gloo). Equal if process group and order are the same.
 
     Every collective is bounded by the time-out that the process group was made with: on gloo the wait for it, on
     NCCL by a watchdog, since waiting there would block the host.
+
+    Attributes:
+        process_group: whose ranks communicate.
+        label: what for.
+        order: for each rank of this group its rank in the process group; empty where they are the same. A process
+            group numbers its ranks as torch likes, while rows lie on a mesh in an order of their own. Here ranks
+            are numbered as rows lie, so that nothing else has to know of the difference. NCCL sends from and to the
+            same places in any order; only gloo needs copies for it.
     """
 
     process_group: dist.ProcessGroup
     label: str = field(default="", compare=False)
+    order: tuple[int, ...] = ()
 
     @cached_property
     def rank(self) -> int:
-        return dist.get_rank(self.process_group)
+        rank = dist.get_rank(self.process_group)
+        return self.order.index(rank) if self.order else rank
 
     @cached_property
     def size(self) -> int:
@@ -210,18 +234,25 @@ class TorchGroup:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(dist.get_process_group_ranks(self.process_group))
+        ranks = dist.get_process_group_ranks(self.process_group)
+        return tuple(ranks[place] for place in self.order) if self.order else tuple(ranks)
+
+    def in_order(self, ranks: Sequence[int]) -> TorchGroup:
+        """The same ranks, numbered as these global ranks follow each other."""
+        given = dist.get_process_group_ranks(self.process_group)
+        order = tuple(given.index(rank) for rank in ranks)
+        return replace(self, order=() if order == tuple(range(len(given))) else order)
 
     def named(self, label: str) -> TorchGroup:
         return replace(self, label=label)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
         def start() -> list[dist.Work]:
-            whole = _adjacent(outputs) if tensor.is_cuda else None
+            whole = _adjacent(outputs) if tensor.is_cuda and not self.order else None
             if whole is not None:  # NCCL gathers straight into it; a list it would fill by copies
                 return [_gather_single(_as_bytes(whole), _as_bytes(tensor), group=self.process_group, async_op=True)]
             if len({output.numel() for output in outputs}) == 1:
-                pieces = [_as_bytes(output) for output in outputs]
+                pieces = [_as_bytes(output) for output in self._as_processes(outputs)]
                 return [dist.all_gather(pieces, _as_bytes(tensor), group=self.process_group, async_op=True)]
             # gloo gathers equal lengths only
             outputs[self.rank].copy_(tensor)
@@ -237,7 +268,7 @@ class TorchGroup:
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
         def start() -> list[dist.Work]:
-            parts, operation = list(tensor.chunk(self.size)), _operation(reduction)
+            parts, operation = self._as_processes(tensor.chunk(self.size)), _operation(reduction)
             return [dist.reduce_scatter(output, parts, operation, group=self.process_group, async_op=True)]
 
         return self._launch("reduce_scatter", [num_bytes(output)] * self.size, start, output, tensor)
@@ -251,14 +282,44 @@ class TorchGroup:
     ) -> Handle:
         received, sent = ([split * tensor.element_size() for split in each] for each in (output_splits, input_splits))
 
+        whole = (_as_bytes(output), _as_bytes(tensor))
+        if self.order:
+            return self._ordered_all_to_all(*(split(*each) for each in zip(whole, (received, sent), strict=True)))
+
         def start() -> list[dist.Work]:
-            whole = (_as_bytes(output), _as_bytes(tensor))
             return [dist.all_to_all_single(*whole, received, sent, group=self.process_group, async_op=True)]
 
         return self._launch("all_to_all", sent, start, output, tensor)
 
+    def _ordered_all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
+        """Of bytes, a piece a rank."""
+        sent = [len(piece) for piece in inputs]
+        to, of = self._as_processes(outputs), self._as_processes(inputs)
+        if inputs[0].is_cuda:
+            return self._launch(
+                "all_to_all",
+                sent,
+                lambda: [dist.all_to_all(to, of, group=self.process_group, async_op=True)],
+                *(*inputs, *outputs),
+            )
+        # gloo exchanges lists of equal lengths only
+        message, lengths = torch.cat(of), [len(piece) for piece in to]
+        arrived = message.new_empty(sum(lengths))
+
+        def start() -> list[dist.Work]:
+            sizes = lengths, [len(piece) for piece in of]
+            return [dist.all_to_all_single(arrived, message, *sizes, group=self.process_group, async_op=True)]
+
+        return _Placing(self._launch("all_to_all", sent, start, arrived, message), to, split(arrived, lengths))
+
+    def _as_processes(self, by_rank: Sequence[T]) -> list[T]:
+        """What is given by rank of this group, by rank of the process group."""
+        if not self.order:
+            return list(by_rank)
+        return [by_rank[self.order.index(place)] for place in range(len(by_rank))]
+
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work:
-        whole = _as_bytes(tensor)
+        whole, source = _as_bytes(tensor), self.order[source] if self.order else source
         work: dist.Work = dist.broadcast(whole, group=self.process_group, async_op=True, group_src=source)
         return work
 
@@ -303,6 +364,12 @@ _stand_ins: dict[dist.ProcessGroup, Group] = {}
 def group_of(process_group: dist.ProcessGroup) -> Group:
     """The ranks of a process group, which communicate through torch.distributed unless something stands in."""
     return _stand_ins.get(process_group) or TorchGroup(process_group)
+
+
+def ordered_group_of(process_group: dist.ProcessGroup, ranks: Sequence[int]) -> Group:
+    """As `group_of`, its ranks numbered as these global ranks follow each other (not where something stands in)."""
+    group = group_of(process_group)
+    return group.in_order(ranks) if isinstance(group, TorchGroup) else group
 
 
 @contextmanager

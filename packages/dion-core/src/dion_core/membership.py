@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dion_core.collectives import Group, SoloGroup, group_of
-from dion_core.placements import local_tensor, mesh_group
+from dion_core.meshes import mesh_group
+from dion_core.placements import local_tensor
 
 ProcessGroupLike = ProcessGroup | DeviceMesh | None
 

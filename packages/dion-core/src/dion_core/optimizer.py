@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from dion_core.capture import StepGraph, check_capturable, form
 from dion_core.collectives import watch_stream
+from dion_core.copies import differing_copies
 from dion_core.elementwise import adamw_, lion_
 from dion_core.layerwise import keeping_for
 from dion_core.membership import check_same_group, check_same_ranks, listed, replica_group, stepping_group
@@ -251,6 +252,21 @@ class MatrixOptimizer(Optimizer):
         past, self._past = self._past, [0, 0, 0]
         return make_report(self._plan, self.state, num_steps, self._skipped, past)
 
+    def check_replicas(self) -> list[str]:
+        """Which copies of parameters and state differ between ranks, a line each by name; empty if all are bit-equal.
+
+        Of replicated parameters (DDP, HSDP) and of what is replicated beside a split. Collective, for use in between
+        steps: it reads all of them once, and waits for the device.
+        """
+        tensors = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                name = self._names[parameter]
+                tensors[name] = parameter, parameter
+                for key, value in self.state.get(parameter, {}).items():
+                    tensors[f"{name} ({key})"] = value, parameter
+        return differing_copies(tensors, self._group, self._replicas, self._device)
+
     @contextmanager
     def _raised_by_all(self) -> Iterator[None]:
         """What fails in here on this rank fails on all: the others learn of it in their preflight."""
@@ -324,15 +340,14 @@ class MatrixOptimizer(Optimizer):
     def _adopt(self, plan: Plan) -> None:
         """Compares the plan with the other ranks' and opens its transport. Collective."""
         kind = f"{type(self).__name__}, nonfinite={self._nonfinite!r}, state={self._keeping!r}"
-        compare_plans([kind, *plan.describe()], self._group, self._device)
+        compare_plans([kind, *plan.describe()], self._group, self._device, own=plan.describe_own())
         plan.open()
         prepare(plan.buckets)
         self._keeping.adopt(plan, self.state)
-        for bucket in plan.buckets:
-            for member in bucket.members if bucket.may_defer else ():
-                flatten = is_flattened(member.parameter, member.group)
-                waited = row_state_like(member.parameter, torch.int32, flatten=flatten)
-                self.state[member.parameter].setdefault(WAITED, waited)
+        for member in plan.deferring:
+            flatten = is_flattened(member.parameter, member.group)
+            waited = row_state_like(member.parameter, torch.int32, flatten=flatten)
+            self.state[member.parameter].setdefault(WAITED, waited)
         if self._plan is not None:
             self._past = [past + count for past, count in zip(self._past, self._plan.row_counts(), strict=True)]
         self._plan = plan
