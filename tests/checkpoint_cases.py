@@ -1,8 +1,7 @@
 """A model of parameters of every kind, saved in one layout and loaded in another, through torch's own checkpoints."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import dion_core
 from tests.training import Snapshot, placed, whole_mesh
 
-SAVED_AT, NUM_STEPS = 2, 4
+SAVED_AT, NUM_STEPS = 2, 3
 
 MATRICES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "plain": ((13, 6), {}),
@@ -116,9 +115,6 @@ class Run:
                 taken[f"{name}.{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         return taken
 
-    def weights(self) -> dict[str, Any]:
-        return self.model.state_dict()
-
 
 def _draw(shape: Sequence[int], seed: int) -> Tensor:
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
@@ -130,76 +126,54 @@ WAYS: dict[str, StateDictOptions] = {
     "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
     "full": StateDictOptions(full_state_dict=True),
     "full, from rank 0": StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True),
-
 }
 
 
-def save(run: Run, way: str, directory: str) -> None:
-    """Saves model and optimizer: whole state dicts through a file of rank 0, others through a sharded checkpoint."""
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, way: str, directory: str) -> None:
+    """Saves both: the optimizer's whole state dict through a file of rank 0, others in a sharded checkpoint."""
     options = WAYS[way]
+    dcp.save({"model": model.state_dict()}, checkpoint_id=Path(directory, "model"))
+    of_saving = replace(options, broadcast_from_rank0=False)  # that one is for loading
+    state = get_optimizer_state_dict(model, optimizer, options=of_saving)
     if not options.full_state_dict:
-        state = {"model": run.weights(), "optimizer": get_optimizer_state_dict(run.model, run.optimizer, options=options)}
-        dcp.save(state, checkpoint_id=directory)
-        return
-    # broadcast_from_rank0 is for loading; saving offloads, and then only rank 0 gets the values.
-    of_saving = StateDictOptions(
-        full_state_dict=True,
-        cpu_offload=options.cpu_offload,
-        flatten_optimizer_state_dict=options.flatten_optimizer_state_dict,
-    )
-    dcp.save({"model": run.weights()}, checkpoint_id=directory)
-    state = get_optimizer_state_dict(run.model, run.optimizer, options=of_saving)
-    if dist.get_rank() == 0:
+        dcp.save({"optimizer": state}, checkpoint_id=Path(directory, "optimizer"))
+    elif dist.get_rank() == 0:
         torch.save(state, Path(directory, "optimizer.pt"))
     dist.barrier()
 
 
-def load(run: Run, way: str, directory: str) -> None:
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, way: str, directory: str) -> None:
     """Takes back what `save` saved."""
     options = WAYS[way]
-    weights = {"model": run.weights()}
-    dcp.load(weights, checkpoint_id=directory)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=Path(directory, "model"))
     if options.full_state_dict:
         state: Any = {}
         if dist.get_rank() == 0 or not options.broadcast_from_rank0:
             state = torch.load(Path(directory, "optimizer.pt"), weights_only=True)
     else:
-        target = {"optimizer": get_optimizer_state_dict(run.model, run.optimizer, options=options)}
-        dcp.load(target, checkpoint_id=directory)
+        target = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+        dcp.load(target, checkpoint_id=Path(directory, "optimizer"))
         state = target["optimizer"]
-    set_optimizer_state_dict(run.model, run.optimizer, state, options=options)
+    set_optimizer_state_dict(model, optimizer, state, options=options)
 
 
-def train_and_save(place: Place, optimizer: str, way: str, directory: str, options: Mapping[str, Any]) -> list[Snapshot]:
+def train_and_save(place: Place, optimizer: str, way: str, directory: str) -> list[Snapshot]:
     """State at the save and after the last step of the unbroken run."""
-    run = Run(place, optimizer, **options)
+    run = Run(place, optimizer)
     run.train(1, SAVED_AT)
     at_save = run.snapshot()
-    save(run, way, directory)
+    save(run.model, run.optimizer, way, directory)
     run.train(SAVED_AT + 1, NUM_STEPS)
     return [at_save, run.snapshot()]
 
 
-def resume(place: Place, optimizer: str, way: str, directory: str, options: Mapping[str, Any]) -> list[Snapshot]:
-    """State after the load and after the last step of the resumed run."""
-    run = Run(place, optimizer, **options)
-    load(run, way, directory)
-    at_load = run.snapshot()
-    run.train(SAVED_AT + 1, NUM_STEPS)
-    return [at_load, run.snapshot()]
-
-
-def resume_all(place: Place, optimizer: str, way: str, directories: Sequence[str]) -> list[list[Snapshot]]:
-    """Resumes one run after the other."""
-    return [resume(place, optimizer, way, directory, {}) for directory in directories]
-
-
-def carried(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the groups of a state dict carry."""
-    merged: dict[str, Any] = {}
-    for group in optimizer.state_dict()["param_groups"]:
-        merged |= json.loads(group["carried"] or "{}")
-    return merged
-
-
-Check = Callable[..., None]
+def resume(place: Place, optimizer: str, way: str, directories: Sequence[str]) -> list[list[Snapshot]]:
+    """For each checkpoint the state after the load and after the last step of the resumed run."""
+    resumed = []
+    for directory in directories:
+        run = Run(place, optimizer)
+        load(run.model, run.optimizer, way, directory)
+        at_load = run.snapshot()
+        run.train(SAVED_AT + 1, NUM_STEPS)
+        resumed.append([at_load, run.snapshot()])
+    return resumed

@@ -1,16 +1,18 @@
 """A run that goes on from a checkpoint of the capped transport is the unbroken run, bit for bit."""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from dion_comm_capped import Capped
 from dion_core.testing.ranks import pool
 from dion_core.transport import Transport
+from tests.checkpoint_cases import load, save
 from tests.training import (
     Cell,
     Problem,
@@ -55,6 +57,7 @@ class Run:
         self.mesh = whole_mesh()
         self.cell = Cell(PROBLEM, "NorDion2", "shard0", {"transport": transport, "fraction": 0.25})
         self.optimizer, self.parameters = build(self.cell, self.mesh)
+        self.model = nn.ParameterDict(self.parameters)
         with torch.no_grad():
             for name, weight in (weights or {}).items():
                 self.parameters[name].copy_(weight)
@@ -91,7 +94,16 @@ def carried(run: Run) -> list[str]:
     return [group["carried"] for group in run.optimizer.state_dict()["param_groups"]]
 
 
-def break_and_resume(transport: Transport) -> tuple[list[list[list[int]]], int]:
+def move(before: Run, after: Run, way: str, directory: str) -> None:
+    """Gives one run's state to another one, by its state dict or through a checkpoint."""
+    if way == "state dict":
+        after.optimizer.load_state_dict(before.saved())
+    else:
+        save(before.model, before.optimizer, way, directory)
+        load(after.model, after.optimizer, way, directory)
+
+
+def break_and_resume(transport: Transport, way: str, directory: str) -> tuple[list[list[list[int]]], int]:
     """The resumed run equals the unbroken one in every step. Its budgets by step, and the rows waiting at the break."""
     unbroken = Run(transport)
     budgets = []
@@ -99,7 +111,7 @@ def break_and_resume(transport: Transport) -> tuple[list[list[list[int]]], int]:
         unbroken.step(number)
         budgets.append(unbroken.budgets())
     resumed = Run(transport, unbroken.weights())
-    resumed.optimizer.load_state_dict(unbroken.saved())
+    move(unbroken, resumed, way, directory)
     waiting = unbroken.waiting()
     resumed.optimizer.report()
     for number in range(SAVED_AT + 1, NUM_STEPS + 1):
@@ -112,10 +124,15 @@ def break_and_resume(transport: Transport) -> tuple[list[list[list[int]]], int]:
     return budgets, waiting
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_a_resumed_run_is_the_unbroken_one(name: str, world_size: int) -> None:
-    by_rank = pool(world_size).run(break_and_resume, TRANSPORTS[name])
+@pytest.mark.parametrize(
+    ("name", "world_size", "way"),
+    [
+        *((name, world_size, "state dict") for name in TRANSPORTS for world_size in (2, 3)),
+        *((name, 2, way) for name in ("learned", "1.0, short waits") for way in ("sharded", "flattened", "full")),
+    ],
+)
+def test_a_resumed_run_is_the_unbroken_one(name: str, world_size: int, way: str, tmp_path: Path) -> None:
+    by_rank = pool(world_size).run(break_and_resume, TRANSPORTS[name], way, str(tmp_path))
     at_break = sum(waiting for _, waiting in by_rank)
     if name == "learned, varlen":
         assert at_break == 0
