@@ -1,6 +1,7 @@
 """Orthonormal optimizers for distributed training: Muon, NorMuon, Dion2 and NorDion2 (Dion3)."""
 
 from dion_core.collectives import TransportError
+from dion_core.foreign import import_state_dict
 from dion_core.optimizers import Dion2, Dion3, Muon, NorDion2, NorMuon
 from dion_core.param_groups import param_groups_for
 from dion_core.registry import available_transports
@@ -15,5 +16,6 @@ __all__ = [
     "NorMuon",
     "TransportError",
     "available_transports",
+    "import_state_dict",
     "param_groups_for",
 ]
