@@ -70,17 +70,16 @@ def test_the_update_of_torchs_original_scale_is_told_where_it_differs() -> None:
     set_gradients(given, 0)
     theirs.step()
     told = import_state_dict(Muon(copies(given)), theirs.state_dict())
-    assert (
-        told[-1] == f"group 0: updates are {math.sqrt(8 / 20):g} times theirs with scale='spectral_norm': parameter 1"
-    )
+    wide = math.sqrt(8 / 20)
+    assert told[-1] == f"group 0: updates are {wide:g} times theirs with scale='spectral_norm': parameter 1"
     plain = import_state_dict(Muon(copies(given), scale=None), theirs.state_dict())
-    assert plain[-1] == f"group 0: updates are {tall:g} times theirs with scale=None: parameter 0"
+    assert plain[-1] == f"group 0: updates are {1 / math.sqrt(16 / 12):g} times theirs with scale=None: parameter 0"
 
 
 def dion_state(
     name: str, given: list[nn.Parameter], options: dict[str, Any]
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """What an optimizer of the package dion saves, by the formulas of its documentation, and its next steps' momentum."""
+    """What an optimizer of the package dion saves, and what a step does to its momentum, by its formulas."""
     state: dict[int, dict[str, Tensor]] = {n: {"momentum": torch.zeros_like(each)} for n, each in enumerate(given)}
     chooses = "dion2" in name
     decay = options["ef_decay" if name == "dion2" else "mu"]
