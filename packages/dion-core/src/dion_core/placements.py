@@ -28,6 +28,12 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
+def has_address(tensor: Tensor) -> bool:
+    """Whether this rank's part has memory of its own (or no elements); a tensor that wraps others has none."""
+    part = local_part(tensor)
+    return not part.numel() or part.data_ptr() != 0
+
+
 def mesh_group(mesh: DeviceMesh) -> Group:
     """All ranks of a mesh as one group. Collective where that group does not exist yet."""
     if mesh.size() == 1:
