@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -52,6 +53,7 @@ class Place:
 
 PLACES = (
     Place("plain", 1),
+    Place("shard0", 1),
     Place("shard0", 2),
     Place("shard0", 3),
     Place("shard0", 4),
@@ -132,7 +134,7 @@ WAYS: dict[str, StateDictOptions] = {
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, way: str, directory: str) -> None:
     """Saves both: the optimizer's whole state dict through a file of rank 0, others in a sharded checkpoint."""
     options = WAYS[way]
-    dcp.save({"model": model.state_dict()}, checkpoint_id=Path(directory, "model"))
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=Path(directory, "model"))
     of_saving = replace(options, broadcast_from_rank0=False)  # that one is for loading
     state = get_optimizer_state_dict(model, optimizer, options=of_saving)
     if not options.full_state_dict:
@@ -145,7 +147,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, way: str, directory
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, way: str, directory: str) -> None:
     """Takes back what `save` saved."""
     options = WAYS[way]
-    dcp.load({"model": model.state_dict()}, checkpoint_id=Path(directory, "model"))
+    dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=Path(directory, "model"))
     if options.full_state_dict:
         state: Any = {}
         if dist.get_rank() == 0 or not options.broadcast_from_rank0:
