@@ -19,23 +19,28 @@ TOLERANCE = 1e-6
 """Absolute, of weights and state of size about 1: sums over split columns are in another order."""
 
 
-def resume_table(directory: Path) -> dict[tuple[Place, Place], str]:
-    """By (saved at, loaded at) how the resumed run equals the unbroken one: bit for bit, or to rounding.
+Saved = dict[Place, tuple[str, list[Snapshot]]]
+"""By layout the directory of its checkpoint, and what `train_and_save` returned."""
+
+
+def saved_in(place: Place, directory: Path) -> tuple[str, list[Snapshot]]:
+    """Trains and saves in one layout."""
+    where = str(directory / f"{place.layout}-{place.world_size}")
+    return where, pool(place.world_size).run(train_and_save, place, OPTIMIZER, "sharded", where)[0]
+
+
+def column(loaded_at: Place, saved: Saved) -> list[str]:
+    """For each layout of saving how the resumed run equals the unbroken one: bit for bit, or to rounding.
 
     Raises:
         AssertionError: the state after a load is another one than was saved, or a run went another way.
     """
-    directories = [str(directory / str(number)) for number in range(len(PLACES))]
-    saved = [
-        pool(place.world_size).run(train_and_save, place, OPTIMIZER, "sharded", where)[0]
-        for place, where in zip(PLACES, directories, strict=True)
-    ]
-    cells = {}
-    for loaded_at in PLACES:
-        by_rank = pool(loaded_at.world_size).run(resume, loaded_at, OPTIMIZER, "sharded", directories)
-        for number, saved_at in enumerate(PLACES):
-            assert all(bits(of_rank[number][0]) == bits(saved[number][0]) for of_rank in by_rank), (saved_at, loaded_at)
-            cells[saved_at, loaded_at] = _verdict(by_rank[0][number][1], saved[number][1])
+    directories = [where for where, _ in saved.values()]
+    by_rank = pool(loaded_at.world_size).run(resume, loaded_at, OPTIMIZER, "sharded", directories)
+    cells = []
+    for number, (saved_at, (_, (at_save, unbroken))) in enumerate(saved.items()):
+        assert all(bits(of_rank[number][0]) == bits(at_save) for of_rank in by_rank), (saved_at, loaded_at)
+        cells.append(_verdict(by_rank[0][number][1], unbroken))
     return cells
 
 
@@ -53,15 +58,16 @@ def _verdict(resumed: Snapshot, unbroken: Snapshot) -> str:
     return CLOSE
 
 
-def table(cells: dict[tuple[Place, Place], str]) -> str:
-    """The cells in Markdown: a line for each place of saving, a column for each of loading."""
+def table(columns: list[list[str]]) -> str:
+    """The columns of all layouts in Markdown: a line for each place of saving."""
     lines = [["saved at \\ loaded at", *map(str, PLACES)]]
-    lines += [[str(saved_at), *(cells[saved_at, loaded_at] for loaded_at in PLACES)] for saved_at in PLACES]
+    lines += [[str(place), *cells] for place, cells in zip(PLACES, zip(*columns, strict=True), strict=True)]
     rows = ["| " + " | ".join(line) + " |\n" for line in lines]
     return rows[0] + "|---" * len(lines[0]) + "|\n" + "".join(rows[1:])
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        found = table(resume_table(Path(scratch)))
+        made = {place: saved_in(place, Path(scratch)) for place in PLACES}
+        found = table([column(place, made) for place in PLACES])
     publish(found, DOCS / "checkpoints.md", "resume", description=__doc__)

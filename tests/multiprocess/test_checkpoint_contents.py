@@ -269,3 +269,25 @@ def test_a_checkpoint_that_lacks_group_keys_and_waiting_times(tmp_path: Path) ->
         kept = {name: value for name, value in saved.items() if not name.endswith(".weight")}
         assert_equal_bits({name: loaded[name] for name in kept}, kept, "what there was")
         assert set(NAMES) <= {name.split(".")[0] for name in kept}
+
+
+def move_rates(way: str, directory: str) -> None:
+    """A tensor is saved and a number loaded, and the other way round."""
+    given = (torch.tensor(0.5), 0.25)
+    for number, (saved_rate, live_rate) in enumerate((given, given[::-1])):
+        where = f"{directory}/{number}"
+        run, other = Run(TWO, "Muon", lr=saved_rate), Run(TWO, "Muon", lr=live_rate)
+        run.train(1, 1)
+        save(run.model, run.optimizer, way, where)
+        load(other.model, other.optimizer, way, where)
+        rate = other.optimizer.param_groups[0]["lr"]
+        assert type(rate) is type(live_rate)
+        assert float(rate) == float(saved_rate)
+        for each in (run, other):
+            each.train(2, 2)
+        assert_equal_bits(other.snapshot(), run.snapshot(), way)
+
+
+@pytest.mark.parametrize("way", ["sharded", "flattened", "full"])
+def test_rates_that_are_numbers_and_tensors_go_on_from_each_other(way: str, tmp_path: Path) -> None:
+    pool(2).run(move_rates, way, str(tmp_path))

@@ -1,5 +1,7 @@
 """Checkpoints of torch go from every layout and number of ranks to every other one, in every way of saving."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,19 +27,9 @@ from tests.checkpoint_cases import (
     save,
     train_and_save,
 )
-from tests.checkpoint_table import CLOSE, SAME, bits, resume_table, table
+from tests.checkpoint_table import CLOSE, SAME, bits, column, saved_in
 from tests.small_model import make_batches, make_model, make_optimizer, train_model
 from tests.training import OPTIMIZERS, Snapshot, assert_equal_bits, place, whole_mesh
-
-
-def test_every_layout_goes_on_from_every_other_one(tmp_path: Path) -> None:
-    """The state is what was saved, and the run goes on like the unbroken one: to the bit where steps are exact."""
-    cells = resume_table(tmp_path)
-    for (saved_at, loaded_at), cell in cells.items():
-        exact = loaded_at == saved_at or (loaded_at.exact and saved_at.exact)
-        assert cell in ((SAME,) if exact else (SAME, CLOSE)), (saved_at, loaded_at)
-    page = (DOCS / "checkpoints.md").read_text(encoding="utf-8")
-    assert f"<!-- resume: begin -->\n{table(cells)}<!-- resume: end -->" in page, "see tests.checkpoint_table"
 
 
 def check_contents(optimizer: str, at_save: Snapshot) -> None:
@@ -54,6 +46,39 @@ def check_contents(optimizer: str, at_save: Snapshot) -> None:
     assert (at_save["blocks.weight"].dtype, at_save["blocks.momentum"].dtype) == (torch.bfloat16, torch.float32)
     rounded = at_save["blocks.momentum"].bfloat16().float()
     assert not torch.equal(rounded, at_save["blocks.momentum"]), "a bf16 momentum would do"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Place], tuple[str, list[Snapshot]]]:
+    """The checkpoint of a layout, made once."""
+    directory = tmp_path_factory.mktemp("layouts")
+    return cache(lambda place: saved_in(place, directory))
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_checkpoint_of_every_layout_is_complete(
+    place: Place, saved: Callable[[Place], tuple[str, list[Snapshot]]]
+) -> None:
+    _, (at_save, _) = saved(place)
+    check_contents("NorDion2", at_save)
+
+
+@pytest.mark.parametrize("loaded_at", PLACES, ids=str)
+def test_every_layout_goes_on_from_every_other_one(
+    loaded_at: Place, saved: Callable[[Place], tuple[str, list[Snapshot]]]
+) -> None:
+    """The state is what was saved, and the run goes on like the unbroken one: to the bit where steps are exact."""
+    cells = column(loaded_at, {place: saved(place) for place in PLACES})
+    for saved_at, cell in zip(PLACES, cells, strict=True):
+        exact = loaded_at == saved_at or (loaded_at.exact and saved_at.exact)
+        assert cell in ((SAME,) if exact else (SAME, CLOSE)), (saved_at, loaded_at)
+    page = (DOCS / "checkpoints.md").read_text(encoding="utf-8")
+    begin, end = "<!-- resume: begin -->\n", "<!-- resume: end -->"
+    shown = [
+        [cell.strip() for cell in line.split("|")[2:-1]] for line in page.split(begin)[1].split(end)[0].splitlines()
+    ]
+    number = PLACES.index(loaded_at)
+    assert [row[number] for row in shown] == [str(loaded_at), "---", *cells], "see tests.checkpoint_table"
 
 
 @pytest.mark.parametrize("way", WAYS)

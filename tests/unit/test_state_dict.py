@@ -202,16 +202,26 @@ def test_what_others_put_into_groups_is_kept_and_what_json_can_hold_is_carried()
     assert (group["carried"], group["lr"]) == ("", 0.02)
 
 
-def test_rates_that_are_tensors_come_back_as_tensors() -> None:
+def test_rates_go_between_numbers_and_tensors() -> None:
+    """A checkpoint has numbers, which no device and no form of the live rate matters to; the live form stays."""
     weight = nn.Parameter(torch.ones(4, 4))
-    optimizer = Muon([weight], lr=torch.tensor(0.25), weight_decay=torch.tensor(0.5))
-    other = Muon([weight])
-    other.load_state_dict(through_bytes(optimizer.state_dict()))
-    group = other.param_groups[0]
-    assert (group["lr"], group["weight_decay"]) == (torch.tensor(0.25), torch.tensor(0.5))
-    assert isinstance(group["lr"], Tensor)
-    optimizer.param_groups[0]["lr"].fill_(1.0)
-    assert group["lr"] == 0.25
+    tensors_ = Muon([weight], lr=torch.tensor(0.1), weight_decay=torch.tensor(0.5, dtype=torch.float64))
+    numbers = Muon([weight], lr=0.25)
+    saved = through_bytes(tensors_.state_dict())
+    assert saved["param_groups"][0]["lr"] == float(torch.tensor(0.1))
+    assert type(saved["param_groups"][0]["lr"]) is float
+    numbers.load_state_dict(saved)
+    assert type(numbers.param_groups[0]["lr"]) is float
+    rate = tensors_.param_groups[0]["lr"]
+    rate.fill_(3.0)
+    tensors_.load_state_dict(saved)
+    group = tensors_.param_groups[0]
+    assert torch.equal(group["lr"], torch.tensor(0.1))
+    assert torch.equal(group["weight_decay"], torch.tensor(0.5, dtype=torch.float64))
+    assert rate == 3.0
+    theirs = torch.optim.SGD([weight], lr=torch.tensor(0.125)).state_dict()
+    numbers.load_state_dict({"state": {}, "param_groups": [{"lr": theirs["param_groups"][0]["lr"], "params": [0]}]})
+    assert torch.equal(numbers.param_groups[0]["lr"], torch.tensor(0.125))
 
 
 def test_hooks_see_what_is_saved_and_change_what_is_loaded() -> None:

@@ -2,8 +2,8 @@
 
 `torch.distributed.checkpoint` takes two things of a state dict: the state of the parameters and the groups. Of a group
 it takes plain data only where a state dict is full or offloaded, and only keys that the live group has where it is
-flattened. So dtypes and orthogonalizers are written as text, and all groups have two keys from construction on:
-`LAYOUT`, and `CARRIED`, a text with what the transport has learned and with the keys that others added.
+flattened. So dtypes and orthogonalizers are written as text, 0-dim tensors as numbers, and all groups have two keys from
+construction on: `LAYOUT`, and `CARRIED`, a text with what the transport has learned and with the keys that others added.
 
 Example: a scheduler has added `initial_lr`, and the transport has learned budgets. The group in the state dict is
 
@@ -60,7 +60,9 @@ def write_groups_(groups: Sequence[Group], transport: Mapping[str, Any]) -> None
             carried["transport"] = transport
         group.update({LAYOUT: LAYOUT_VERSION, CARRIED: json.dumps(carried) if carried else ""})
         for name, value in group.items():
-            if isinstance(value, torch.dtype):
+            if isinstance(value, Tensor) and not value.ndim:
+                group[name] = value.item()
+            elif isinstance(value, torch.dtype):
                 group[name] = str(value)
             elif name == "orthogonalizer" and not isinstance(value, str):
                 group[name] = stable_repr(value)
@@ -69,7 +71,8 @@ def write_groups_(groups: Sequence[Group], transport: Mapping[str, Any]) -> None
 def read_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Group]) -> tuple[list[Group], dict[str, Any]]:
     """New groups with the saved values and the live parameters, and what the transport had learned.
 
-    What a saved group does not say stays as it is. Nothing is changed.
+    What a saved group does not say stays as it is; a number where the live group has a tensor becomes one. Nothing is
+    changed.
 
     Raises:
         ValueError: other groups than the live ones, or another layout of the state.
@@ -83,7 +86,7 @@ def read_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Group]) -> tu
         _check_layout(given.get(LAYOUT, LAYOUT_VERSION), number)
         carried = json.loads(given.get(CARRIED) or "{}")
         transport = carried.get("transport") or transport
-        values = {name: copy.deepcopy(value) for name, value in given.items() if name != "params"}
+        values = {name: _like(value, present.get(name)) for name, value in given.items() if name != "params"}
         group = {**present, **carried.get("keys", {}), **values, **START}
         for name in ("momentum_dtype", "wire_dtype"):
             if isinstance(group.get(name), str):
@@ -92,6 +95,13 @@ def read_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Group]) -> tu
             group["orthogonalizer"] = _orthogonalizer(group["orthogonalizer"], present["orthogonalizer"], number)
         groups.append(group)
     return groups, transport
+
+
+def _like(value: Any, live: Any) -> Any:
+    """A copy of a saved value: a tensor like the live one in place of a number."""
+    if isinstance(live, Tensor) and isinstance(value, int | float):
+        return torch.full_like(live, value)
+    return copy.deepcopy(value)
 
 
 def _check_layout(version: Any, number: int) -> None:

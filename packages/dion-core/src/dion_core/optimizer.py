@@ -40,6 +40,8 @@ class MatrixOptimizer(Optimizer):
 
     Construction is collective: all ranks that hold the parameters build the optimizer together, compare their
     plans, and raise alike if one of them cannot. So are `add_param_group` and `load_state_dict`.
+
+    `state_dict` is no collective: each rank gets its part of the state, and groups of plain data (see `checkpoint`).
     """
 
     rule: ClassVar[Rule]
