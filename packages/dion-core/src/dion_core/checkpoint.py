@@ -2,8 +2,8 @@
 
 `torch.distributed.checkpoint` takes two things of a state dict: the state of the parameters and the groups. Of a group
 it takes plain data only where a state dict is full or offloaded, and only keys that the live group has where it is
-flattened. So dtypes and orthogonalizers are written as text, 0-dim tensors as numbers, and all groups have two keys from
-construction on: `LAYOUT`, and `CARRIED`, a text with what the transport has learned and with the keys that others added.
+flattened. So dtypes and orthogonalizers are written as text, 0-dim tensors as numbers, and all groups have two keys
+from construction on: `LAYOUT`, and `CARRIED`, a text with what the transport has learned and with keys of others.
 
 Example: a scheduler has added `initial_lr`, and the transport has learned budgets. The group in the state dict is
 
