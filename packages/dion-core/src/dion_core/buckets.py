@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from dion_core.builtin import LocalExchange, ReplicatedExchange
 from dion_core.layout import Axis, Layout, RowTables, in_pieces, joined
 from dion_core.newton_schulz import Orthogonalizer, orthogonalizer
 from dion_core.ownership import Loads, assign_owners, cut, newton_schulz_cost
-from dion_core.placements import local_tensor
+from dion_core.placements import has_address, local_tensor
 from dion_core.presence import Presence
 from dion_core.registry import Choice, check_axes
 from dion_core.rules import Rule, selector, update_scale
@@ -49,8 +50,13 @@ class Member:
             ValueError: the gradient is sparse, or lies elsewhere than the parameter.
         """
         gradient = self.parameter.grad
-        if type(gradient) is DTensor and gradient._spec is self._checked.get("spec"):
-            return gradient._local_tensor  # gradients share one spec from step to step
+        # Gradients share one spec from step to step, and one that is still on its way is of another type.
+        if (
+            type(gradient) is DTensor
+            and gradient._spec is self._checked.get("spec")
+            and type(gradient._local_tensor) is Tensor
+        ):
+            return gradient._local_tensor
         return None if gradient is None else self._checked_gradient(gradient)
 
     def _checked_gradient(self, gradient: Tensor) -> Tensor:
@@ -59,6 +65,8 @@ class Member:
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             alike = gradient._spec is parameter._spec or gradient.placements == parameter.placements
             local = gradient._local_tensor
+        if isinstance(local, AsyncCollectiveTensor):  # still on its way: it wraps the tensor that will hold it
+            local = local.wait()
         if not alike:
             given, wanted = (getattr(tensor, "placements", "of a plain tensor") for tensor in (gradient, parameter))
             raise ValueError(
@@ -172,6 +180,11 @@ class MatrixBucket:
         layout = self.bucket.layout
         matrices = range(layout.num_matrices)
         return any(len({layout.rows(rank, each) for each in matrices}) > 1 for rank in range(layout.group.size))
+
+    @cached_property
+    def addressable(self) -> bool:
+        """Whether all tensors have memory of their own, which a tensor that wraps others has not."""
+        return all(has_address(member.parameter) for member in self.members)
 
     def active(self, presence: Presence) -> Tensor:
         """(N,) bool: which matrices are updated in this step."""

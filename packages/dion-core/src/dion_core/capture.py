@@ -92,6 +92,8 @@ def check_capturable(plan: Plan, *, nonfinite: str) -> None:
     for bucket in plan.buckets:
         if bucket.bucket.layout.column_groups:
             raise ValueError(f"a step cannot be captured: {bucket.bucket.name} is split by columns, not by rows")
+        if not bucket.addressable:
+            raise ValueError(f"a step cannot be captured: a tensor of {bucket.bucket.name} wraps others")
         if bucket.ragged:
             raise ValueError(
                 f"a step cannot be captured: of {bucket.bucket.name} some rank holds more rows of one matrix than of "

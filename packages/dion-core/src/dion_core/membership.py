@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dion_core.collectives import Group, SoloGroup, group_of
+from dion_core.collectives import Group, SoloGroup, TorchGroup, group_of
 from dion_core.meshes import mesh_group
 from dion_core.placements import local_tensor
 
@@ -37,13 +37,35 @@ def stepping_group(entries: list[Any], replicas: Group) -> tuple[Group, torch.de
         entries: parameters, (name, parameter) pairs, or groups of either. The "params" of a group is replaced
             by a list, so that a generator can be read again.
         replicas: the ranks of replicated plain tensors.
+
+    Raises:
+        ValueError: the process group cannot communicate where the parameters lie.
     """
     tensors = [tensor for tensor in _tensors(entries) if not tensor.is_meta]
     device = local_tensor(tensors[0]).device if tensors else torch.device("cpu")
+    group = replicas
     for tensor in tensors:
         if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
-            return mesh_group(tensor.device_mesh), local_tensor(tensor).device
-    return replicas, device
+            group, device = mesh_group(tensor.device_mesh), local_tensor(tensor).device
+            break
+    _check_backend(group, device)
+    return group, device
+
+
+def _check_backend(group: Group, device: torch.device) -> None:
+    """Raises ValueError where no collective of the group can take tensors of the device.
+
+    Parameters on the CPU and a group of NCCL are what FSDP's CPUOffloadPolicy leads to.
+    """
+    if not isinstance(group, TorchGroup):
+        return
+    try:
+        group.process_group._get_backend(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the parameters lie on {device.type}, for which their process group has no backend: make it with "
+            'init_process_group(backend="cpu:gloo,cuda:nccl"), which serves both, as CPUOffloadPolicy needs'
+        ) from error
 
 
 def check_same_ranks(parameter: Tensor, name: str, group: Group) -> None:

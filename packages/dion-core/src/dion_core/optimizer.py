@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dion_core.capture import StepGraph, check_capturable, form
+from dion_core.checkpoint import START, read_groups, write_groups_
 from dion_core.collectives import watch_stream
 from dion_core.copies import differing_copies
 from dion_core.elementwise import adamw_, lion_
@@ -21,15 +23,15 @@ from dion_core.membership import check_same_group, check_same_ranks, listed, rep
 from dion_core.operands import Operands, Rates, StepOperands
 from dion_core.options import STRUCTURAL, check_group, check_options, check_parameter, warn_of_group
 from dion_core.pipeline import agree_on_rows, step_matrices
-from dion_core.placements import local_tensor, row_state_like
+from dion_core.placements import local_tensor
 from dion_core.plan import Plan, prepare
 from dion_core.preflight import compare_plans, report_failure
 from dion_core.presence import Presence
 from dion_core.report import Report, make_report
 from dion_core.rules import Rule
-from dion_core.state import WAITED, State, loaded_state
+from dion_core.state import WAITED, State, loaded_state, waiting_times
 from dion_core.steps import Steps
-from dion_core.views import check_views, is_flattened, warn_of_views
+from dion_core.views import check_views, warn_of_views
 
 logger = logging.getLogger("dion_core")
 
@@ -41,6 +43,8 @@ class MatrixOptimizer(Optimizer):
 
     Construction is collective: all ranks that hold the parameters build the optimizer together, compare their
     plans, and raise alike if one of them cannot. So are `add_param_group` and `load_state_dict`.
+
+    `state_dict` is no collective: each rank gets its part of the state, and groups of plain data (see `checkpoint`).
     """
 
     rule: ClassVar[Rule]
@@ -77,7 +81,8 @@ class MatrixOptimizer(Optimizer):
             check_same_group(given_group, self._replicas, self._group)
             check_options({**options, "nonfinite": self._nonfinite})
             self._keeping = keeping_for(given_state, self._group, replicated=given_group is not None)
-            super().__init__(cast(Parameters, entries), {"algorithm": "matrix", **options})
+            super().__init__(cast(Parameters, entries), {"algorithm": "matrix", **options, **START})
+            self.register_state_dict_post_hook(_write_groups)
             self._skipped = torch.zeros((), device=self._device)
             plan = self._make_plan()
         self._adopt(plan)
@@ -197,11 +202,8 @@ class MatrixOptimizer(Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and state as torch's optimizers give them, and "transport": what the transport has learned."""
-        state: dict[str, Any] = super().state_dict()
-        if self._plan is not None and self._plan.session is not None:
-            state["transport"] = self._plan.session.state_dict()
-        return self._keeping.marked(state)
+        """Groups and state as torch's optimizers give them; in layer-wise mode, what this rank keeps."""
+        return self._keeping.marked(super().state_dict())
 
     def full_state_dict(self, to: int | None = None) -> dict[str, Any]:
         """The whole state in plain tensors on the CPU, which loads at any number of ranks and in any mode. Collective.
@@ -221,26 +223,28 @@ class MatrixOptimizer(Optimizer):
         """Takes back what `state_dict` gave; every state tensor keeps its documented dtype. Collective.
 
         Raises:
-            ValueError: a state tensor does not fit this optimizer; nothing is changed then.
+            ValueError: something does not fit this optimizer; nothing is changed then.
             TransportError: ranks disagree.
         """
         before = self.param_groups, self.state
         try:
             with self._raised_by_all():
-                state_dict = self._keeping.own_part(state_dict, self._parameters())
-                loaded = self._checked_state(state_dict)
-                super().load_state_dict(state_dict)
-                for group, live in zip(self.param_groups, before[0], strict=True):
-                    for name, value in live.items():
-                        group.setdefault(name, value)  # what the saved group does not say stays as it is
-                self.state.update({**before[1], **loaded})
+                given = dict(state_dict)
+                for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                    given = pre_hook(self, given) or given
+                given = self._keeping.own_part(given, self._parameters())
+                groups, learned = self._checked_groups(given)
+                loaded = self._checked_state(given)
+                self.param_groups, self.state = groups, defaultdict(dict, {**before[1], **loaded})
                 plan = self._make_plan()
             self._adopt(plan)
         except Exception:
             self.param_groups, self.state = before
             raise
         if plan.session is not None:
-            plan.session.load_state_dict(state_dict.get("transport", {}))
+            plan.session.load_state_dict(learned)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def report(self) -> Report:
         """What was planned, and what happened since the last report, on this rank, as plain data.
@@ -287,15 +291,19 @@ class MatrixOptimizer(Optimizer):
         self._names.update(names)
         self._init_state(self.param_groups[-1])
 
+    def _checked_groups(self, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """New groups from the saved ones, and what the transport had learned; raises ValueError, changing nothing."""
+        groups, learned = read_groups(state_dict["param_groups"], self.param_groups)
+        for number, (group, live) in enumerate(zip(groups, self.param_groups, strict=True)):
+            check_group(group, {**self.defaults, **live}, number, type(self).__name__)
+        return groups, learned
+
     def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[Tensor, State]:
         """Copies of the saved states by parameter; raises ValueError for what does not fit, changing nothing."""
-        name = type(self).__name__
-        for number, (saved, live) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
-            check_group({**live, **saved}, {**self.defaults, **live}, number, name)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         return {
             parameter: loaded_state(self._names[parameter], saved, self.state.get(parameter))
-            for number, parameter in zip(numbers, self._parameters(), strict=False)
+            for number, parameter in zip(numbers, self._parameters(), strict=True)
             if (saved := state_dict["state"].get(number))
         }
 
@@ -344,10 +352,7 @@ class MatrixOptimizer(Optimizer):
         plan.open()
         prepare(plan.buckets)
         self._keeping.adopt(plan, self.state)
-        for member in plan.deferring:
-            flatten = is_flattened(member.parameter, member.group)
-            waited = row_state_like(member.parameter, torch.int32, flatten=flatten)
-            self.state[member.parameter].setdefault(WAITED, waited)
+        self._set_waiting(plan)
         if self._plan is not None:
             self._past = [past + count for past, count in zip(self._past, self._plan.row_counts(), strict=True)]
         self._plan = plan
@@ -355,6 +360,15 @@ class MatrixOptimizer(Optimizer):
         self._num_plans += 1
         self._structure = [_structure(group) for group in self.param_groups]
         self._identities = [_identity(group) for group in self.param_groups]
+
+    def _set_waiting(self, plan: Plan) -> None:
+        """Provides for waiting times where rows may be deferred; where they cannot, none waits."""
+        for member in plan.deferring:
+            self.state[member.parameter].setdefault(WAITED, waiting_times(member.parameter, member.group))
+        may_wait = {member.number for member in plan.deferring}
+        for member in plan.members:
+            if member.number not in may_wait and WAITED in self.state[member.parameter]:
+                self.state[member.parameter][WAITED].zero_()
 
     def _current_plan(self) -> Plan:
         """The plan, made again where parameters began or ceased to require gradients."""
@@ -393,6 +407,13 @@ class MatrixOptimizer(Optimizer):
             else:
                 lion_(parameters, gradients, states, active, **common)
         yield from ()
+
+
+def _write_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """The first hook on a new state dict, so that the hooks of others see what is saved."""
+    assert isinstance(optimizer, MatrixOptimizer)
+    session = optimizer._plan.session if optimizer._plan is not None else None
+    write_groups_(state_dict["param_groups"], session.state_dict() if session is not None else {})
 
 
 def _local_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -42,6 +42,12 @@ class Place:
     divided: bool = False
 
 
+def has_address(tensor: Tensor) -> bool:
+    """Whether this rank's part has memory of its own (or no elements); a tensor that wraps others has none."""
+    part = local_part(tensor)
+    return not part.numel() or part.data_ptr() != 0
+
+
 def parameter_place(parameter: Tensor, name: str, replicas: Group, *, flatten: bool = False) -> Place:
     """Where the matrices lie that a parameter holds: one, or those of a stack. Collective if a group is made for it.
 

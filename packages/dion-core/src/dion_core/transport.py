@@ -218,7 +218,7 @@ class Session:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on as if it had never stopped: plain data, alike on every rank."""
+        """What a resumed run needs to go on as if it had never stopped: plain data for JSON, alike on every rank."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
