@@ -28,11 +28,17 @@ Whole = list[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight and its group keys; `rows` are those of each of its matrices where it is divided by rows."""
+    """A weight and its group keys.
+
+    Attributes:
+        rows: those of each of its matrices, where it is divided by rows.
+        places: where it lies, if elsewhere than its mesh says.
+    """
 
     shape: tuple[int, ...]
     keys: Mapping[str, Any] = field(default_factory=dict)
     rows: tuple[int, ...] = ()
+    places: tuple[str, ...] = ()
 
     def matrices(self, value: Tensor) -> list[Tensor]:
         """The matrices in the weight, or in a tensor that lies like it; written without the code under test."""
@@ -76,9 +82,9 @@ class Mesh:
         mesh = init_device_mesh("cpu", self.shape, mesh_dim_names=names)
         return mesh._flatten("all") if self.flat else mesh
 
-    def placements(self) -> list[Placement]:
+    def placements(self, weight: Weight) -> list[Placement]:
         """Of a weight."""
-        return [_placement(place) for place in self.places]
+        return [_placement(place) for place in weight.places or self.places]
 
 
 def _placement(place: str) -> Placement:
@@ -199,12 +205,10 @@ def compare_here(cases: Sequence[Case], references: Sequence[Whole]) -> list[Out
 
 def _compare(case: Case, reference: Whole) -> Outcome:
     assert case.mesh is not None
-    mesh, placements = case.mesh.make(), case.mesh.placements()
-    counting = Counting()
+    mesh, counting = case.mesh.make(), Counting()
     optimizer, parameters = build(case, mesh, orthogonalizer=counting)
     for of_step in values(case)[1:]:
-        for parameter, gradient in zip(parameters, of_step, strict=True):
-            parameter.grad = placed(gradient, mesh, placements)
+        set_gradients(case, mesh, parameters, of_step)
         counting.number = 0
         with observe() as calls:
             optimizer.step()
@@ -222,13 +226,22 @@ def _compare(case: Case, reference: Whole) -> Outcome:
 def build(case: Case, mesh: DeviceMesh, **options: Any) -> tuple[Any, list[nn.Parameter]]:
     """The optimizer of a case on this rank, and the parameters of its weights."""
     assert case.mesh is not None
-    placements = case.mesh.placements()
-    parameters = [nn.Parameter(placed(value, mesh, placements)) for value in values(case)[0]]
+    both = list(zip(values(case)[0], case.weights, strict=True))
+    parameters = [nn.Parameter(placed(value, mesh, case.mesh.placements(weight))) for value, weight in both]
     groups: list[dict[str, Any]] = [
         {"params": [(f"weight{number}", parameter)], **weight.keys}
         for number, (parameter, weight) in enumerate(zip(parameters, case.weights, strict=True))
     ]
     return getattr(dion_core, case.optimizer)(groups, **case.options, **options), parameters
+
+
+def set_gradients(
+    case: Case, mesh: DeviceMesh, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
+) -> None:
+    """Gives every parameter this rank's part of its gradient."""
+    assert case.mesh is not None
+    for parameter, gradient, weight in zip(parameters, gradients, case.weights, strict=True):
+        parameter.grad = placed(gradient, mesh, case.mesh.placements(weight))
 
 
 def placed(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

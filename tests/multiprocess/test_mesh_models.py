@@ -19,7 +19,7 @@ from dion_core import NorDion2, NorMuon, TransportError, buckets
 from dion_core.copies import fingerprint
 from dion_core.meshes import mesh_axes
 from dion_core.testing.ranks import pool
-from tests.mesh_cases import Case, Mesh, Weight, build, compare_here, placed, values
+from tests.mesh_cases import Case, Mesh, Weight, build, compare_here, set_gradients, values
 
 STEPS = 3
 HSDP, TILES = Mesh((2, 2), ("r", "0")), Mesh((2, 2), ("0", "1"))
@@ -123,7 +123,7 @@ def places_that_differ() -> list[str]:
     meshes = [Mesh((2, 2), places) for places in ways] + [Mesh((4, 1), ("s0/1", "0")), Mesh((1, 4), ("s0/4", "0"))]
     wrong = []
     for mesh in meshes:
-        made, placements = mesh.make(), mesh.placements()
+        made, placements = mesh.make(), mesh.placements(Weight((1, 1)))
         for length in range(1, 18):
             shape, replicate = (length, 19 - length), [Replicate()] * made.ndim
             tensor = DTensor.from_local(torch.empty(0), made, replicate, run_check=False, shape=shape, stride=(1, 1))
@@ -235,11 +235,10 @@ def test_a_local_choice_is_that_of_one_replica() -> None:
 def whole_after_training(case: Case) -> list[dict[str, Tensor]]:
     """On every rank: whole weights and state."""
     assert case.mesh is not None
-    mesh, placements = case.mesh.make(), case.mesh.placements()
+    mesh = case.mesh.make()
     optimizer, parameters = build(case, mesh)
     for of_step in values(case)[1:]:
-        for parameter, gradient in zip(parameters, of_step, strict=True):
-            parameter.grad = placed(gradient, mesh, placements)
+        set_gradients(case, mesh, parameters, of_step)
         optimizer.step()
     return [
         {name: value.full_tensor().detach() for name, value in {"weight": each, **optimizer.state[each]}.items()}
@@ -255,8 +254,7 @@ def deferring() -> tuple[dict[str, Any], list[str], list[list[int]], int]:
     case = Case(HSDP, (Weight((16, 12)),) * 3, "Dion2", {"transport": Capped(1.0, always_pack=True)})
     optimizer, parameters = build(case, mesh)
     for of_step in values(case)[1:]:
-        for parameter, gradient in zip(parameters, of_step, strict=True):
-            parameter.grad = placed(gradient.nan_to_num(posinf=1) * large, mesh, HSDP.placements())
+        set_gradients(case, mesh, parameters, [gradient.nan_to_num(posinf=1) * large for gradient in of_step])
         optimizer.step()
     report = optimizer.report()
     waiting = sum(int((optimizer.state[each]["waited"].to_local() > 0).sum()) for each in parameters)

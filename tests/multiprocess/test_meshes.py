@@ -145,6 +145,19 @@ def test_experts(name: str) -> None:
         assert labels == {"presence flags"}, "every rank works on its own experts"
 
 
+def test_experts_beside_other_weights() -> None:
+    """Ranks have different numbers of buckets, of which some are under way together; experts of one are elsewhere."""
+    dense = [Weight((size, 12), places=places) for places in (("0", "0"), ("r", "0")) for size in (17, 12, 9)]
+    experts = [Weight((1, 6, 7)), Weight((3, 9, 6)), Weight((1, 5, 8)), Weight((1, 4, 6), places=("0", "r"))]
+    weights = tuple(each for pair in zip(dense, [*experts, *STACKS[:2]], strict=True) for each in pair)
+    mesh = Mesh((2, 2), ("0", "-2"))
+    chosen = {"fraction": 0.4, "transport": "capped"}
+    made = [Case(mesh, weights, "NorMuon", {"transport": "full"}), Case(mesh, weights, "NorDion2", chosen)]
+    for case, outcomes in zip(made, compared(made), strict=True):
+        check(case, outcomes, exact=True)
+        assert len({len(outcome.report["buckets"]) for outcome in outcomes}) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EIGHT)
 def test_meshes_of_eight_ranks(name: str) -> None:
