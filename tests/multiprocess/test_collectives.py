@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dion_core.collectives import Call, Group, Reduction, SoloGroup, TorchGroup, num_bytes, observe, split
+from dion_core.collectives import Call, Group, Reduction, SoloGroup, num_bytes, observe, split
+from dion_core.process_groups import TorchGroup
 from dion_core.testing.ranks import pool
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]

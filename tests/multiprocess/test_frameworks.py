@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dion_core
-from dion_core.collectives import TorchGroup, stand_in
+from dion_core.process_groups import TorchGroup, stand_in
 from dion_core.testing.ranks import pool
 from tests.small_model import make_batches, make_model, make_optimizer
 from tests.training import OPTIMIZERS

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dion_core.collectives import Call, Handle, TorchGroup, observe
+from dion_core.collectives import Call, Handle, observe
+from dion_core.process_groups import TorchGroup
 from dion_core.testing.ranks import pool
 from tests.layerwise_cases import KINDS, MODES, NUM_STEPS, SMALL, Run, assert_same
 

@@ -11,9 +11,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dion_core.collectives import Group, SoloGroup, TorchGroup, group_of
+from dion_core.collectives import Group, SoloGroup
 from dion_core.meshes import mesh_group
 from dion_core.placements import local_tensor
+from dion_core.process_groups import TorchGroup, group_of
 
 ProcessGroupLike = ProcessGroup | DeviceMesh | None
 

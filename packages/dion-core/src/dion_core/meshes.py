@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 
-from dion_core.collectives import Group, SoloGroup, ordered_group_of
+from dion_core.collectives import Group, SoloGroup
 from dion_core.layout import Segment, shard_segments
+from dion_core.process_groups import ordered_group_of
 
 # Private in every version of torch so far, and from some version on not derived from Shard.
 _StridedShard: type | None = getattr(placement_types, "_StridedShard", None)

@@ -15,22 +15,27 @@ from torch.optim import Optimizer
 
 from dion_core.capture import StepGraph, check_capturable, form
 from dion_core.checkpoint import START, read_groups, write_groups_
-from dion_core.collectives import watch_stream
 from dion_core.copies import differing_copies
-from dion_core.elementwise import adamw_, lion_
 from dion_core.layerwise import keeping_for
 from dion_core.membership import check_same_group, check_same_ranks, listed, replica_group, stepping_group
 from dion_core.operands import Operands, Rates, StepOperands
-from dion_core.options import STRUCTURAL, check_group, check_options, check_parameter, warn_of_group
-from dion_core.pipeline import agree_on_rows, step_matrices
-from dion_core.placements import local_tensor
+from dion_core.options import (
+    STRUCTURAL,
+    check_group,
+    check_options,
+    check_parameter,
+    identity_of,
+    structure_of,
+    warn_of_group,
+)
+from dion_core.pipeline import agree_on_rows, step_elementwise, step_matrices
 from dion_core.plan import Plan, prepare
 from dion_core.preflight import compare_plans, report_failure
 from dion_core.presence import Presence
+from dion_core.process_groups import watch_stream
 from dion_core.report import Report, make_report
 from dion_core.rules import Rule
 from dion_core.state import WAITED, State, loaded_state, waiting_times
-from dion_core.steps import Steps
 from dion_core.views import check_views, warn_of_views
 
 logger = logging.getLogger("dion_core")
@@ -165,7 +170,8 @@ class MatrixOptimizer(Optimizer):
             skip_nonfinite=self._nonfinite == "skip",
             found_inf=getattr(self, "found_inf", None),
         )
-        others = [self._step_elementwise(plan, presence, rates), *(values.share() for values in plan.shared)]
+        own = step_elementwise(plan, self.state, presence, rates)
+        others = [own, *(values.share() for values in plan.shared)]
         step_matrices(plan, operands, presence, others)
         self._skipped += presence.skipped
 
@@ -358,8 +364,8 @@ class MatrixOptimizer(Optimizer):
         self._plan = plan
         self._operands, self._rates = StepOperands(plan.stepped), Rates(plan.elementwise)
         self._num_plans += 1
-        self._structure = [_structure(group) for group in self.param_groups]
-        self._identities = [_identity(group) for group in self.param_groups]
+        self._structure = [structure_of(group) for group in self.param_groups]
+        self._identities = [identity_of(group) for group in self.param_groups]
 
     def _set_waiting(self, plan: Plan) -> None:
         """Provides for waiting times where rows may be deferred; where they cannot, none waits."""
@@ -372,11 +378,11 @@ class MatrixOptimizer(Optimizer):
 
     def _current_plan(self) -> Plan:
         """The plan, made again where parameters began or ceased to require gradients."""
-        if [_identity(group) for group in self.param_groups] != self._identities:
+        if [identity_of(group) for group in self.param_groups] != self._identities:
             raise ValueError(
                 "param_groups or a parameter in it was replaced: change values in place, add groups by add_param_group"
             )
-        structure = [_structure(group) for group in self.param_groups]
+        structure = [structure_of(group) for group in self.param_groups]
         if structure != self._structure:
             for number, (now, planned) in enumerate(zip(structure, self._structure, strict=True)):
                 for name, value, before in zip(STRUCTURAL, now, planned, strict=False):
@@ -393,41 +399,9 @@ class MatrixOptimizer(Optimizer):
         assert self._plan is not None
         return self._plan
 
-    def _step_elementwise(self, plan: Plan, presence: Presence, rates: Sequence[float | Tensor]) -> Steps[None]:
-        """AdamW and Lion, at once: nothing is sent."""
-        for members, rate in zip(plan.elementwise, rates, strict=True):
-            options = members[0].group
-            parameters = [local_tensor(member.parameter) for member in members]
-            gradients = [presence.gradients[member.number] for member in members]
-            states = [_local_state(self.state[member.parameter]) for member in members]
-            active = [presence.masks[member.number].to(parameters[0].device) for member in members]
-            common = {key: options[key] for key in ("betas", "weight_decay", "maximize")} | {"lr": rate}
-            if options["algorithm"] == "adamw":
-                adamw_(parameters, gradients, states, active, epsilon=options["epsilon"], **common)
-            else:
-                lion_(parameters, gradients, states, active, **common)
-        yield from ()
-
 
 def _write_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """The first hook on a new state dict, so that the hooks of others see what is saved."""
     assert isinstance(optimizer, MatrixOptimizer)
     session = optimizer._plan.session if optimizer._plan is not None else None
     write_groups_(state_dict["param_groups"], session.state_dict() if session is not None else {})
-
-
-def _local_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: local_tensor(value) for key, value in state.items()}
-
-
-def _identity(group: Mapping[str, Any]) -> tuple[int, ...]:
-    """Tells whether it is the group that the plan was made from, with its parameters."""
-    return (id(group), *map(id, group["params"]))
-
-
-def _structure(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What the plan is made from: the structural options and which parameters are trainable."""
-    trainable = tuple(parameter.requires_grad for parameter in group["params"])
-    values = (group.get(name) for name in STRUCTURAL)
-    # A list is copied, since it could be changed in place.
-    return (*(tuple(value) if isinstance(value, list) else value for value in values), trainable)

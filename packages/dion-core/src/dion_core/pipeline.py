@@ -1,4 +1,4 @@
-"""One step of the matrix parameters, from gradients to weights, for every optimizer and every transport.
+"""One step, from gradients to weights, for every optimizer and every transport.
 
 accumulate + score -> gather scores -> select -> admit -> reserve -> take + decay -> orthogonalize (owner)
 -> normalize -> decay weights + add. The buckets' exchanges are interleaved, so that the messages of one are
@@ -16,6 +16,7 @@ from torch import Tensor
 from dion_core.buckets import MatrixBucket
 from dion_core.collectives import Group, split
 from dion_core.delivery import Target, Update
+from dion_core.elementwise import adamw_, lion_
 from dion_core.layout import in_pieces
 from dion_core.operands import Gradients, Operands, States
 from dion_core.ops import accumulate_, take_and_decay_, update_, wait_, with_age
@@ -196,3 +197,19 @@ def _apply(target: Target, operands: Operands, active: Tensor, moves: Sequence[S
         cautious=bucket.options.get("cautious_weight_decay", False),
         scale=bucket.scale,
     )
+
+
+def step_elementwise(plan: Plan, states: States, presence: Presence, rates: Sequence[float | Tensor]) -> Steps[None]:
+    """Updates the parameters of AdamW and Lion and their state in place, at once: nothing is sent."""
+    for members, rate in zip(plan.elementwise, rates, strict=True):
+        options = members[0].group
+        parameters = [local_tensor(member.parameter) for member in members]
+        gradients = [presence.gradients[member.number] for member in members]
+        of_members = [{key: local_tensor(value) for key, value in states[m.parameter].items()} for m in members]
+        active = [presence.masks[member.number].to(parameters[0].device) for member in members]
+        common = {key: options[key] for key in ("betas", "weight_decay", "maximize")} | {"lr": rate}
+        if options["algorithm"] == "adamw":
+            adamw_(parameters, gradients, of_members, active, epsilon=options["epsilon"], **common)
+        else:
+            lion_(parameters, gradients, of_members, active, **common)
+    yield from ()

@@ -31,8 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dion_core.collectives import Call, Group, TorchGroup, observe
+from dion_core.collectives import Call, Group, observe
 from dion_core.layout import Axis
+from dion_core.process_groups import TorchGroup
 from dion_core.registry import choose_transport
 from dion_core.testing.cells import Case, cases, vacuous
 from dion_core.testing.trial import Trial, admitted_everywhere, oracle, play
