@@ -35,7 +35,7 @@ from dion_core.presence import Presence
 from dion_core.process_groups import watch_stream
 from dion_core.report import Report, make_report
 from dion_core.rules import Rule
-from dion_core.state import WAITED, State, loaded_state, waiting_times
+from dion_core.state import WAITED, loaded_states, waiting_times
 from dion_core.views import check_views, warn_of_views
 
 logger = logging.getLogger("dion_core")
@@ -240,7 +240,7 @@ class MatrixOptimizer(Optimizer):
                     given = pre_hook(self, given) or given
                 given = self._keeping.own_part(given, self._parameters())
                 groups, learned = self._checked_groups(given)
-                loaded = self._checked_state(given)
+                loaded = loaded_states(given, self._parameters(), self._names, self.state)
                 self.param_groups, self.state = groups, defaultdict(dict, {**before[1], **loaded})
                 plan = self._make_plan()
             self._adopt(plan)
@@ -303,15 +303,6 @@ class MatrixOptimizer(Optimizer):
         for number, (group, live) in enumerate(zip(groups, self.param_groups, strict=True)):
             check_group(group, {**self.defaults, **live}, number, type(self).__name__)
         return groups, learned
-
-    def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[Tensor, State]:
-        """Copies of the saved states by parameter; raises ValueError for what does not fit, changing nothing."""
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        return {
-            parameter: loaded_state(self._names[parameter], saved, self.state.get(parameter))
-            for number, parameter in zip(numbers, self._parameters(), strict=True)
-            if (saved := state_dict["state"].get(number))
-        }
 
     def _check_new_group(self, group: dict[str, Any]) -> dict[Tensor, str]:
         """The names of the group's parameters; raises ValueError before anything of the optimizer has changed."""

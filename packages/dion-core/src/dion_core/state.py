@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,31 @@ def loaded_state(name: str, saved: Mapping[str, Any], live: Mapping[str, Tensor]
             )
         state[key] = _stored_like(value.detach().to(device=old.device, dtype=old.dtype), old)
     return state
+
+
+def loaded_states(
+    state_dict: Mapping[str, Any],
+    parameters: Sequence[Tensor],
+    names: Mapping[Tensor, str],
+    live: Mapping[Tensor, Mapping[str, Tensor]],
+) -> dict[Tensor, State]:
+    """Copies of all saved states by parameter.
+
+    Args:
+        state_dict: of an optimizer.
+        parameters: those that its groups number, in order.
+        names: of the parameters, for errors.
+        live: the states that they have; nothing is changed.
+
+    Raises:
+        ValueError: as `loaded_state`.
+    """
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    return {
+        parameter: loaded_state(names[parameter], saved, live.get(parameter))
+        for number, parameter in zip(numbers, parameters, strict=True)
+        if (saved := state_dict["state"].get(number))
+    }
 
 
 def _stored_like(value: Tensor, live: Tensor) -> Tensor:
