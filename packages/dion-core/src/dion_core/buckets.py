@@ -278,7 +278,8 @@ def make_buckets(
         for entries in owned
         for piece in _pieces(entries, load[entries[0][0].layout.ranks])
     ]
-    buckets.sort(key=lambda bucket: (not in_pieces(bucket.bucket.layout), bucket.line is not None))
+    lines = list(dict.fromkeys([None, *(bucket.line for bucket in buckets)]))
+    buckets.sort(key=lambda bucket: (not in_pieces(bucket.bucket.layout), lines.index(bucket.line)))
     loads |= own_loads
     if choice is not None:
         check_axes(choice, [b.bucket for b in buckets if in_pieces(b.bucket.layout)])
