@@ -65,7 +65,7 @@ ROUNDINGS = 3e-6
 
 
 def cases(name: str, mesh: Mesh, weights: tuple[Weight, ...]) -> list[Case]:
-    """Every optimizer on the mesh, and over the meshes every transport with every scope but local."""
+    """Every optimizer on the mesh, one of them in bf16; over the meshes every transport, and every scope but local."""
     rows = [{"transport": "full"}, {"transport": "varlen"}, {"transport": "uniform", "nesterov": True}]
     chosen = [
         {"transport": PACKED, "fraction": 0.3},
@@ -78,11 +78,10 @@ def cases(name: str, mesh: Mesh, weights: tuple[Weight, ...]) -> list[Case]:
     made = []
     for number, optimizer in enumerate(OPTIMIZERS):
         ways = rows if "Muon" in optimizer else chosen
-        made.append(Case(mesh, weights, optimizer, ways[(turn + number) % len(ways)]))
-    made.append(
-        Case(mesh, weights, "NorDion2", {"transport": PACKED, "fraction": 0.3, "momentum_dtype": torch.float32})
-    )
-    made.append(Case(mesh, weights, "NorMuon", {}, torch.bfloat16))
+        options, half = ways[(turn + number) % len(ways)], (turn + number) % len(OPTIMIZERS) == 0
+        if half and number % 2:
+            options = {**options, "momentum_dtype": torch.float32}
+        made.append(Case(mesh, weights, optimizer, options, torch.bfloat16 if half else torch.float32))
     return made
 
 
