@@ -21,7 +21,6 @@ from dion_core.delivery import Here, SharedValues, Target
 from dion_core.layout import Layout, in_pieces
 from dion_core.options import OPTIONS
 from dion_core.registry import Choice, choose_transport
-from dion_core.rows import accumulation_dtype
 from dion_core.rules import Rule
 from dion_core.sessions import open_session
 from dion_core.transport import Bucket, Scope, Session, Transport
@@ -132,39 +131,24 @@ class Plan:
 
 
 def prepare(buckets: Sequence[MatrixBucket]) -> None:
-    """Compiles what takes longest on GPUs, all at a time: the orthogonalizers' kernels and those that choose rows."""
-    work: dict[Hashable, tuple[Callable[[], None], torch.device]] = {}
+    """Compiles the orthogonalizers' kernels for GPUs, all at a time, so that the first steps do not take so long."""
+    work: dict[Hashable, Callable[[], None]] = {}
     for entry in buckets:
         bucket, compile_for = entry.bucket, getattr(entry.orthogonalizer, "prepare", None)
-        if bucket.device.type != "cuda":
-            continue
-        work[entry.bucket.name, "rows"] = partial(_prepare_choice, entry), bucket.device
         owned = len(bucket.owned(bucket.rank))
-        if compile_for is not None and owned:
+        if bucket.device.type == "cuda" and compile_for is not None and owned:
             key = (entry.orthogonalizer, bucket.device, bucket.dtype, owned, bucket.total_rows, bucket.shape[1])
-            work[key] = partial(_prepare_orthogonalizer, compile_for, bucket, owned), bucket.device
+            work[key] = partial(_prepare, compile_for, bucket, owned)
     if work:
         with ThreadPoolExecutor(max_workers=len(work)) as pool:
-            list(pool.map(lambda each: _on_own_stream(*each), work.values()))
+            list(pool.map(lambda each: each(), work.values()))
 
 
-def _on_own_stream(compile_and_run: Callable[[], None], device: torch.device) -> None:
-    with torch.no_grad(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-        compile_and_run()
+def _prepare(compile_for: Callable[[Tensor, int, int], None], bucket: Bucket, owned: int) -> None:
+    with torch.no_grad(), torch.cuda.device(bucket.device), torch.cuda.stream(torch.cuda.Stream(bucket.device)):
+        rows = torch.empty(0, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
+        compile_for(rows, owned, bucket.total_rows)
         torch.cuda.current_stream().synchronize()
-
-
-def _prepare_orthogonalizer(compile_for: Callable[[Tensor, int, int], None], bucket: Bucket, owned: int) -> None:
-    rows = torch.empty(0, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
-    compile_for(rows, owned, bucket.total_rows)
-
-
-def _prepare_choice(entry: MatrixBucket) -> None:
-    bucket, layout = entry.bucket, entry.bucket.layout
-    known = layout.shape[0] if entry.selector.needs_all_scores else layout.max_rows(layout.group.rank)
-    scores = torch.zeros(bucket.num_matrices, known, dtype=accumulation_dtype(bucket.dtype), device=bucket.device)
-    active = torch.zeros(bucket.num_matrices, dtype=torch.bool, device=bucket.device)
-    entry.selector.select(scores, entry.tables, active)
 
 
 def make_plan(
