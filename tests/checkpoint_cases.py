@@ -60,6 +60,7 @@ PLACES = (
     Place("shard1", 2, exact=False),
     Place("ddp", 2),
     Place("replicate", 3),
+    Place("hsdp", 4),
 )
 
 
