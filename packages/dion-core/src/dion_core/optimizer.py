@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,20 +15,26 @@ from torch.optim import Optimizer
 
 from dion_core.capture import StepGraph, check_capturable, form
 from dion_core.collectives import watch_stream
-from dion_core.elementwise import adamw_, lion_
 from dion_core.layerwise import keeping_for
 from dion_core.membership import check_same_group, check_same_ranks, listed, replica_group, stepping_group
 from dion_core.operands import Operands, Rates, StepOperands
-from dion_core.options import STRUCTURAL, check_group, check_options, check_parameter, warn_of_group
-from dion_core.pipeline import agree_on_rows, step_matrices
-from dion_core.placements import local_tensor, row_state_like
+from dion_core.options import (
+    STRUCTURAL,
+    check_group,
+    check_options,
+    check_parameter,
+    identity,
+    structure,
+    warn_of_group,
+)
+from dion_core.pipeline import agree_on_rows, step_elementwise, step_matrices
+from dion_core.placements import row_state_like
 from dion_core.plan import Plan, prepare
 from dion_core.preflight import compare_plans, report_failure
 from dion_core.presence import Presence
 from dion_core.report import Report, make_report
 from dion_core.rules import Rule
-from dion_core.state import WAITED, State, loaded_state
-from dion_core.steps import Steps
+from dion_core.state import WAITED, State, carried_state, loaded_state
 from dion_core.views import check_views, is_flattened, warn_of_views
 
 logger = logging.getLogger("dion_core")
@@ -58,8 +65,8 @@ class MatrixOptimizer(Optimizer):
         """
         self._transport = options.pop("transport")
         self._nonfinite = options.pop("nonfinite")
-        given_group, given_state = options.pop("group"), options.pop("state")
-        self._replicas = replica_group(given_group)
+        given_group, self._given_state = options.pop("group"), options.pop("state")
+        self._replicas, self._replicated = replica_group(given_group), given_group is not None
         self._names: dict[Tensor, str] = {}
         self._structure: list[tuple[Any, ...]] = []
         self._plan: Plan | None = None
@@ -67,7 +74,7 @@ class MatrixOptimizer(Optimizer):
         self._past: list[int] = [0, 0, 0]
         self._num_plans, self._num_steps = 0, 0
         self._graph: StepGraph | None = None
-        self._warned = False
+        self._warned = self._stepped = False
         entries = [dict(entry) if isinstance(entry, dict) else entry for entry in listed(params)]
         self._group, self._device = stepping_group(entries, self._replicas)
         with self._raised_by_all():
@@ -75,8 +82,9 @@ class MatrixOptimizer(Optimizer):
                 raise TypeError("params is a Tensor; an iterable of parameters is needed, such as [parameter]")
             check_same_group(given_group, self._replicas, self._group)
             check_options({**options, "nonfinite": self._nonfinite})
-            self._keeping = keeping_for(given_state, self._group, replicated=given_group is not None)
+            self._keeping = keeping_for(self._given_state, self._group, replicated=self._replicated)
             super().__init__(cast(Parameters, entries), {"algorithm": "matrix", **options})
+            self.register_state_dict_pre_hook(lambda optimizer: self._follow_parameters())
             self._skipped = torch.zeros((), device=self._device)
             plan = self._make_plan()
         self._adopt(plan)
@@ -100,6 +108,7 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         plan = self._current_plan()
+        self._stepped = True
         gradients = self._gradients(plan)
         if not self._warned and all(gradient is None for gradient in gradients):
             logger.warning("a step found no gradient here; was the optimizer built before the model was sharded?")
@@ -159,7 +168,7 @@ class MatrixOptimizer(Optimizer):
             skip_nonfinite=self._nonfinite == "skip",
             found_inf=getattr(self, "found_inf", None),
         )
-        others = [self._step_elementwise(plan, presence, rates), *(values.share() for values in plan.shared)]
+        others = [step_elementwise(plan, self.state, presence, rates), *(values.share() for values in plan.shared)]
         step_matrices(plan, operands, presence, others)
         self._skipped += presence.skipped
 
@@ -223,6 +232,7 @@ class MatrixOptimizer(Optimizer):
             ValueError: a state tensor does not fit this optimizer; nothing is changed then.
             TransportError: ranks disagree.
         """
+        self._follow_parameters()
         before = self.param_groups, self.state
         try:
             with self._raised_by_all():
@@ -338,19 +348,38 @@ class MatrixOptimizer(Optimizer):
         self._plan = plan
         self._operands, self._rates = StepOperands(plan.stepped), Rates(plan.elementwise)
         self._num_plans += 1
-        self._structure = [_structure(group) for group in self.param_groups]
-        self._identities = [_identity(group) for group in self.param_groups]
+        self._structure = [structure(group) for group in self.param_groups]
+        self._identities = [identity(group) for group in self.param_groups]
+
+    def _follow_parameters(self) -> None:
+        """Starts anew with parameters that stand in the place of others, or lie on another device. Collective then.
+
+        Frameworks that shard or move a model after the optimizer was built from it do so before the first step.
+        """
+        if self._plan is None or [identity(group) for group in self.param_groups] == self._identities:
+            return
+        before, parameters = self.state, self._parameters()
+        carried = carried_state(before, self._names, parameters, stepped=self._stepped)
+        self._names = dict(zip(parameters, self._names.values(), strict=True))
+        self._group, self._device = stepping_group(self.param_groups, self._replicas)
+        self._plan, self.state = None, defaultdict(dict)
+        with self._raised_by_all():
+            self._keeping = keeping_for(self._given_state, self._group, replicated=self._replicated)
+            self._skipped = torch.zeros((), device=self._device)
+            for group in self.param_groups:
+                self._init_state(group)
+            for parameter, state in carried.items():
+                self.state[parameter] = loaded_state(self._names[parameter], state, self.state[parameter])
+            plan = self._make_plan()
+        self._adopt(plan)
 
     def _current_plan(self) -> Plan:
         """The plan, made again where parameters began or ceased to require gradients."""
-        if [_identity(group) for group in self.param_groups] != self._identities:
-            raise ValueError(
-                "param_groups or a parameter in it was replaced: change values in place, add groups by add_param_group"
-            )
-        structure = [_structure(group) for group in self.param_groups]
-        if structure != self._structure:
-            for number, (now, planned) in enumerate(zip(structure, self._structure, strict=True)):
-                for name, value, before in zip(STRUCTURAL, now, planned, strict=False):
+        self._follow_parameters()
+        now = [structure(group) for group in self.param_groups]
+        if now != self._structure:
+            for number, (group, planned) in enumerate(zip(now, self._structure, strict=True)):
+                for name, value, before in zip(STRUCTURAL, group, planned, strict=False):
                     if value != before:
                         raise ValueError(
                             f"{name}={value!r} in parameter group {number}: it was {before!r} when the plan was "
@@ -363,35 +392,3 @@ class MatrixOptimizer(Optimizer):
             self._adopt(plan)
         assert self._plan is not None
         return self._plan
-
-    def _step_elementwise(self, plan: Plan, presence: Presence, rates: Sequence[float | Tensor]) -> Steps[None]:
-        """AdamW and Lion, at once: nothing is sent."""
-        for members, rate in zip(plan.elementwise, rates, strict=True):
-            options = members[0].group
-            parameters = [local_tensor(member.parameter) for member in members]
-            gradients = [presence.gradients[member.number] for member in members]
-            states = [_local_state(self.state[member.parameter]) for member in members]
-            active = [presence.masks[member.number].to(parameters[0].device) for member in members]
-            common = {key: options[key] for key in ("betas", "weight_decay", "maximize")} | {"lr": rate}
-            if options["algorithm"] == "adamw":
-                adamw_(parameters, gradients, states, active, epsilon=options["epsilon"], **common)
-            else:
-                lion_(parameters, gradients, states, active, **common)
-        yield from ()
-
-
-def _local_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: local_tensor(value) for key, value in state.items()}
-
-
-def _identity(group: Mapping[str, Any]) -> tuple[int, ...]:
-    """Tells whether it is the group that the plan was made from, with its parameters."""
-    return (id(group), *map(id, group["params"]))
-
-
-def _structure(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What the plan is made from: the structural options and which parameters are trainable."""
-    trainable = tuple(parameter.requires_grad for parameter in group["params"])
-    values = (group.get(name) for name in STRUCTURAL)
-    # A list is copied, since it could be changed in place.
-    return (*(tuple(value) if isinstance(value, list) else value for value in values), trainable)

@@ -1,4 +1,4 @@
-"""One step of the matrix parameters, from gradients to weights, for every optimizer and every transport.
+"""One step of the parameters; of the matrices, from gradients to weights, for every optimizer and every transport.
 
 accumulate + score -> gather scores -> select -> admit -> reserve -> take + decay -> orthogonalize (owner)
 -> normalize -> decay weights + add. The buckets' exchanges are interleaved, so that the messages of one are
@@ -16,6 +16,7 @@ from torch import Tensor
 from dion_core.buckets import MatrixBucket
 from dion_core.collectives import Group, split
 from dion_core.delivery import Target, Update
+from dion_core.elementwise import adamw_, lion_
 from dion_core.layout import Axis
 from dion_core.operands import Gradients, Operands, States
 from dion_core.ops import accumulate_, take_and_decay_, update_, wait_, with_age
@@ -65,6 +66,29 @@ def step_matrices(
         for target in plan.targets
     ]
     interleave([*others, *stages], in_flight=BUCKETS_IN_FLIGHT)
+
+
+def step_elementwise(plan: Plan, state: States, presence: Presence, rates: Sequence[float | Tensor]) -> Steps[None]:
+    """Updates the AdamW and Lion parameters and their state in place, at once: nothing is sent.
+
+    Args:
+        plan: of the optimizer.
+        state: of all parameters.
+        presence: the gradients of the step.
+        rates: the learning rate of each group of `plan.elementwise`.
+    """
+    for members, rate in zip(plan.elementwise, rates, strict=True):
+        options = members[0].group
+        parameters = [local_tensor(member.parameter) for member in members]
+        gradients = [presence.gradients[member.number] for member in members]
+        states = [{key: local_tensor(value) for key, value in state[member.parameter].items()} for member in members]
+        active = [presence.masks[member.number].to(parameters[0].device) for member in members]
+        common = {key: options[key] for key in ("betas", "weight_decay", "maximize")} | {"lr": rate}
+        if options["algorithm"] == "adamw":
+            adamw_(parameters, gradients, states, active, epsilon=options["epsilon"], **common)
+        else:
+            lion_(parameters, gradients, states, active, **common)
+    yield from ()
 
 
 def agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients], state: States) -> list[Gradients]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,39 @@ def loaded_state(name: str, saved: Mapping[str, Any], live: Mapping[str, Tensor]
             )
         state[key] = _stored_like(value.detach().to(device=old.device, dtype=old.dtype), old)
     return state
+
+
+def carried_state(
+    states: Mapping[Tensor, Mapping[str, Tensor]],
+    names: Mapping[Tensor, str],
+    parameters: Sequence[Tensor],
+    *,
+    stepped: bool,
+) -> dict[Tensor, Mapping[str, Tensor]]:
+    """The states that are not zero, where the optimizer may go on with other parameters than those it was built from.
+
+    Args:
+        states: by parameter, as they are.
+        names: of the parameters that it was built from.
+        parameters: that are now in its groups, in the same order.
+        stepped: whether a step was taken with the former ones.
+
+    Raises:
+        ValueError: a step was taken, there are other parameters than before, or a replaced one has state.
+    """
+    shapes = [parameter.shape for parameter in names]
+    filled = {
+        parameter: state
+        for parameter, state in states.items()
+        if any(bool(local_part(value).any()) for value in state.values())
+    }
+    here = set(parameters)
+    if stepped or [parameter.shape for parameter in parameters] != shapes or not here.issuperset(filled):
+        raise ValueError(
+            "param_groups or a parameter in it was replaced, or moved to another device: change values in place, add "
+            "groups by add_param_group; parameters are replaced or moved before the first step and before a load"
+        )
+    return filled
 
 
 def _stored_like(value: Tensor, live: Tensor) -> Tensor:
