@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Any, ClassVar, cast
 
 import torch
@@ -300,8 +301,8 @@ class MatrixOptimizer(Optimizer):
         group["params"] = given = listed(group["params"])
         matrix = group.get("algorithm", "matrix") == "matrix"
         names: dict[Tensor, str] = {}
-        for place, entry in enumerate(given):
-            name, parameter = entry if isinstance(entry, tuple) else (None, entry)
+        for place, (entry, known) in enumerate(zip_longest(given, group.get("param_names", ())[: len(given)])):
+            name, parameter = entry if isinstance(entry, tuple) else (known, entry)
             name = name or f"parameter {place} of group {number}"
             if not isinstance(parameter, Tensor):
                 raise TypeError(f"{name} is {type(parameter).__name__}; a Tensor is needed")
@@ -378,8 +379,8 @@ class MatrixOptimizer(Optimizer):
         self._follow_parameters()
         now = [structure(group) for group in self.param_groups]
         if now != self._structure:
-            for number, (group, planned) in enumerate(zip(now, self._structure, strict=True)):
-                for name, value, before in zip(STRUCTURAL, group, planned, strict=False):
+            for number, (values, planned) in enumerate(zip(now, self._structure, strict=True)):
+                for name, value, before in zip(STRUCTURAL, values, planned, strict=False):
                     if value != before:
                         raise ValueError(
                             f"{name}={value!r} in parameter group {number}: it was {before!r} when the plan was "
