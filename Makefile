@@ -18,11 +18,12 @@ help:  ## list the targets
 
 .venv: $(STAMP)  ## the environment with all packages, editable; redone when their requirements change
 
-$(STAMP): constraints.txt requirements-dev.txt $(PROJECTS)
+$(STAMP): constraints.txt requirements-dev.txt requirements-alone.txt $(PROJECTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -r requirements-dev.txt $(EDITABLE)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt -r requirements-alone.txt
 	@touch $@
 
 demo: $(STAMP)  ## train a small model on real text with every installed transport
