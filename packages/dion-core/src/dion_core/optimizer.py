@@ -359,8 +359,8 @@ class MatrixOptimizer(Optimizer):
         """
         if self._plan is None or [identity(group) for group in self.param_groups] == self._identities:
             return
-        before, parameters = self.state, self._parameters()
-        carried = carried_state(before, self._names, parameters, stepped=self._stepped)
+        parameters = self._parameters()
+        carried = carried_state(self.state, self._names, parameters, stepped=self._stepped)
         self._names = dict(zip(parameters, self._names.values(), strict=True))
         self._group, self._device = stepping_group(self.param_groups, self._replicas)
         self._plan, self.state = None, defaultdict(dict)
@@ -369,10 +369,12 @@ class MatrixOptimizer(Optimizer):
             self._skipped = torch.zeros((), device=self._device)
             for group in self.param_groups:
                 self._init_state(group)
-            for parameter, state in carried.items():
-                self.state[parameter] = loaded_state(self._names[parameter], state, self.state[parameter])
             plan = self._make_plan()
         self._adopt(plan)
+        for parameter, state in carried.items():
+            live = self.state[parameter]
+            for key, value in loaded_state(self._names[parameter], state, live).items():
+                live[key].copy_(value)
 
     def _current_plan(self) -> Plan:
         """The plan, made again where parameters began or ceased to require gradients."""
