@@ -2,6 +2,8 @@
 PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+LONG_MINUTES ?= 30
+LONG_SEED ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,19 +12,20 @@ PROJECTS := $(wildcard packages/*/pyproject.toml)
 EDITABLE := $(patsubst %/pyproject.toml,-e %,$(PROJECTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test test-slow test-gpu lint format clean
+.PHONY: help .venv demo test test-slow test-long test-gpu lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo '  settings:  PYTHON=python3.12  DEMO_ARGS="..."  PYTEST_ARGS="..."'
+	@echo '  settings:  PYTHON=python3.12  DEMO_ARGS="..."  PYTEST_ARGS="..."  LONG_MINUTES=3  LONG_SEED=1'
 
 .venv: $(STAMP)  ## the environment with all packages, editable; redone when their requirements change
 
-$(STAMP): constraints.txt requirements-dev.txt $(PROJECTS)
+$(STAMP): constraints.txt requirements-dev.txt requirements-alone.txt $(PROJECTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -r requirements-dev.txt $(EDITABLE)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt -r requirements-alone.txt
 	@touch $@
 
 demo: $(STAMP)  ## train a small model on real text with every installed transport
@@ -34,6 +37,11 @@ test: $(STAMP)  ## the tests, without the slow ones and those for a GPU
 # pytest ends with 5 where no test is marked slow.
 test-slow: $(STAMP)  ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS) tests || [ $$? -eq 5 ]
+
+# A round of it may take longer than the time after which other tests count as hung.
+test-long: $(STAMP)  ## random steps, saves and loads for half an hour, from a seed that is printed
+	LONG_MINUTES=$(LONG_MINUTES) LONG_SEED=$(LONG_SEED) $(BIN)/python -m pytest \
+	  -o faulthandler_timeout=0 -k long_time $(PYTEST_ARGS) tests/property/test_steps.py
 
 test-gpu: $(STAMP)  ## the tests that need CUDA
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS) tests

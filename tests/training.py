@@ -127,10 +127,16 @@ def placed(value: Tensor, layout: str, mesh: DeviceMesh) -> Tensor:
     if layout in ("ddp", "plain"):
         return value.clone().to(mesh.device_type)
     if layout == "hsdp":
-        both = init_device_mesh("cpu", (2, mesh.size() // 2))
+        both = _halves(dist.group.WORLD)
         return distribute_tensor(value.clone(), both, [Replicate(), Shard(0)], src_data_rank=None)
     placements = {"shard0": Shard(0), "shard1": Shard(min(1, value.ndim - 1)), "replicate": Replicate()}
     return place(value, placements[layout], mesh)
+
+
+@cache
+def _halves(world: dist.ProcessGroup) -> DeviceMesh:
+    """One mesh for all tensors: each makes process groups of its own."""
+    return init_device_mesh("cpu", (2, world.size() // 2))
 
 
 def build(cell: Cell, mesh: DeviceMesh) -> tuple[torch.optim.Optimizer, dict[str, nn.Parameter]]:
@@ -138,6 +144,11 @@ def build(cell: Cell, mesh: DeviceMesh) -> tuple[torch.optim.Optimizer, dict[str
     parameters = {
         name: nn.Parameter(placed(weight, cell.layout_of(name), mesh)) for name, weight in cell.problem.weights.items()
     }
+    return optimizer_of(cell, parameters), parameters
+
+
+def optimizer_of(cell: Cell, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of a cell for parameters that lie as it says: groups of matrices, AdamW and Lion, in this order."""
     groups: list[dict[str, Any]] = []
     for algorithm in ("matrix", "adamw", "lion"):
         members = [(name, parameter) for name, parameter in parameters.items() if name.startswith(algorithm)]
@@ -149,7 +160,8 @@ def build(cell: Cell, mesh: DeviceMesh) -> tuple[torch.optim.Optimizer, dict[str
         group = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(cell.group_name,))
     elif "ddp" in map(cell.layout_of, parameters):
         group = dist.group.WORLD
-    return getattr(dion_core, cell.optimizer)(groups, group=group, **cell.options), parameters
+    optimizer: torch.optim.Optimizer = getattr(dion_core, cell.optimizer)(groups, group=group, **cell.options)
+    return optimizer
 
 
 def set_gradients(

@@ -2,10 +2,13 @@
 
 import re
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.documents import framework_ranks, run_program
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/*.md"))]
@@ -14,12 +17,24 @@ FENCE = re.compile(r"^```python(?P<info>(?: [^\n]*)?)\n(?P<code>.*?)^```$", re.M
 
 
 class Block(NamedTuple):
-    """A fenced Python block; `first_line` is the line of its first statement in the document."""
+    """A fenced Python block; `first_line` is the line of its first statement in the document.
+
+    Words after "python" say how it runs: "no-run", "needs=a,b" for packages without which it is skipped, "ranks=1,2"
+    for the numbers of ranks on which it runs, as under torchrun. Such blocks run in processes of their own.
+    """
 
     document: Path
     first_line: int
-    runs: bool
+    words: tuple[str, ...]
     code: str
+
+    @property
+    def runs(self) -> bool:
+        return "no-run" not in self.words
+
+    def values(self, key: str) -> list[str]:
+        """Of the word "key=a,b"."""
+        return [value for word in self.words if word.startswith(f"{key}=") for value in word.split("=")[1].split(",")]
 
     @property
     def name(self) -> str:
@@ -36,7 +51,7 @@ def blocks_of(document: Path) -> list[Block]:
         Block(
             document,
             text.count("\n", 0, match.start("code")) + 1,
-            "no-run" not in match["info"].split(),
+            tuple(match["info"].split()),
             match["code"],
         )
         for match in FENCE.finditer(text)
@@ -57,7 +72,13 @@ def test_the_readme_has_a_block_that_runs():
 
 @pytest.mark.parametrize("block", RUNNABLE, ids=lambda block: block.name)
 def test_block_runs(block):
-    exec(block.compiled(), {"__name__": "__main__"})
+    for package in block.values("needs"):
+        if not find_spec(package):
+            pytest.skip(f"{package} is not installed")
+    if not block.values("needs") and not block.values("ranks"):
+        exec(block.compiled(), {"__name__": "__main__"})
+    for ranks in block.values("ranks") or ["1"] * bool(block.values("needs")):
+        framework_ranks(int(ranks)).run(run_program, block.code, str(block.document), block.first_line)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)

@@ -318,6 +318,11 @@ def test_groups_that_were_replaced() -> None:
         refused(lambda change=change: step(change), "was replaced", "add_param_group")
 
 
+def test_names_that_a_group_brings_along_are_told() -> None:
+    group = {"params": [matrix(), nn.Parameter(torch.ones(3))], "param_names": ["up.weight", "up.bias"]}
+    refused(lambda: Dion2([group]), "up.bias", "not a matrix")
+
+
 def test_option_tensors_have_no_dimension() -> None:
     refused(lambda: NorDion2([matrix()], lr=torch.tensor([0.01])), "lr=", "0-dim")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from dion_core.collectives import Group, SoloGroup
 from dion_core.meshes import mesh_group
+from dion_core.options import check_parameter
 from dion_core.placements import local_tensor
 from dion_core.process_groups import TorchGroup, group_of
+from dion_core.views import check_views, warn_of_views
 
 ProcessGroupLike = ProcessGroup | DeviceMesh | None
 
@@ -88,6 +91,39 @@ def check_same_group(given: ProcessGroupLike, replicas: Group, group: Group) -> 
             f"group={given} has ranks {sorted(replicas.ranks)}, while the DTensor parameters of this optimizer "
             f"lie on ranks {sorted(group.ranks)}: both must have the same ranks"
         )
+
+
+def checked_names(group: dict[str, Any], number: int, known: Mapping[Tensor, str], ranks: Group) -> dict[Tensor, str]:
+    """The names of a new group's parameters, which are listed in it; nothing else has changed where that raises.
+
+    Args:
+        group: as the user gave it, its options checked.
+        number: of the group, for parameters without a name.
+        known: the names of the parameters that the optimizer has.
+        ranks: of the optimizer.
+
+    Raises:
+        TypeError: something is no tensor.
+        ValueError: a tensor comes twice, lies on other ranks, or cannot be what the group says it is.
+    """
+    group["params"] = given = listed(group["params"])
+    matrix = group.get("algorithm", "matrix") == "matrix"
+    names: dict[Tensor, str] = {}
+    for place, (entry, told) in enumerate(zip_longest(given, group.get("param_names", ())[: len(given)])):
+        name, parameter = entry if isinstance(entry, tuple) else (told, entry)
+        name = name or f"parameter {place} of group {number}"
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"{name} is {type(parameter).__name__}; a Tensor is needed")
+        other = names.get(parameter) or known.get(parameter)
+        if other is not None:
+            raise ValueError(f"{name} is the same tensor as {other}: a tied tensor is given once")
+        check_parameter(parameter, name, matrix=matrix)
+        if matrix:
+            check_views(parameter, name, group)
+            warn_of_views(parameter, name, group)
+        check_same_ranks(parameter, name, ranks)
+        names[parameter] = name
+    return names
 
 
 def listed(parameters: Tensor | Iterable[Any]) -> list[Any]:

@@ -17,15 +17,14 @@ from dion_core.capture import StepGraph, check_capturable, form
 from dion_core.checkpoint import START, read_groups, write_groups_
 from dion_core.copies import differing_copies
 from dion_core.layerwise import keeping_for
-from dion_core.membership import check_same_group, check_same_ranks, listed, replica_group, stepping_group
+from dion_core.membership import check_same_group, checked_names, listed, replica_group, stepping_group
 from dion_core.operands import Operands, Rates, StepOperands
 from dion_core.options import (
     STRUCTURAL,
     check_group,
     check_options,
-    check_parameter,
-    identity_of,
-    structure_of,
+    identity,
+    structure,
     warn_of_group,
 )
 from dion_core.pipeline import agree_on_rows, step_elementwise, step_matrices
@@ -35,8 +34,7 @@ from dion_core.presence import Presence
 from dion_core.process_groups import watch_stream
 from dion_core.report import Report, make_report
 from dion_core.rules import Rule
-from dion_core.state import WAITED, loaded_states, waiting_times
-from dion_core.views import check_views, warn_of_views
+from dion_core.state import WAITED, carried_state, loaded_state, loaded_states, waiting_times
 
 logger = logging.getLogger("dion_core")
 
@@ -68,8 +66,8 @@ class MatrixOptimizer(Optimizer):
         """
         self._transport = options.pop("transport")
         self._nonfinite = options.pop("nonfinite")
-        given_group, given_state = options.pop("group"), options.pop("state")
-        self._replicas = replica_group(given_group)
+        given_group, self._given_state = options.pop("group"), options.pop("state")
+        self._replicas, self._replicated = replica_group(given_group), given_group is not None
         self._names: dict[Tensor, str] = {}
         self._structure: list[tuple[Any, ...]] = []
         self._plan: Plan | None = None
@@ -77,7 +75,7 @@ class MatrixOptimizer(Optimizer):
         self._past: list[int] = [0, 0, 0]
         self._num_plans, self._num_steps = 0, 0
         self._graph: StepGraph | None = None
-        self._warned = False
+        self._warned = self._stepped = False
         entries = [dict(entry) if isinstance(entry, dict) else entry for entry in listed(params)]
         self._group, self._device = stepping_group(entries, self._replicas)
         with self._raised_by_all():
@@ -85,8 +83,9 @@ class MatrixOptimizer(Optimizer):
                 raise TypeError("params is a Tensor; an iterable of parameters is needed, such as [parameter]")
             check_same_group(given_group, self._replicas, self._group)
             check_options({**options, "nonfinite": self._nonfinite})
-            self._keeping = keeping_for(given_state, self._group, replicated=given_group is not None)
+            self._keeping = keeping_for(self._given_state, self._group, replicated=self._replicated)
             super().__init__(cast(Parameters, entries), {"algorithm": "matrix", **options, **START})
+            self.register_state_dict_pre_hook(lambda optimizer: self._follow_parameters())
             self.register_state_dict_post_hook(_write_groups)
             self._skipped = torch.zeros((), device=self._device)
             plan = self._make_plan()
@@ -111,6 +110,7 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         plan = self._current_plan()
+        self._stepped = True
         gradients = self._gradients(plan)
         if not self._warned and all(gradient is None for gradient in gradients):
             logger.warning("a step found no gradient here; was the optimizer built before the model was sharded?")
@@ -232,6 +232,7 @@ class MatrixOptimizer(Optimizer):
             ValueError: something does not fit this optimizer; nothing is changed then.
             TransportError: ranks disagree.
         """
+        self._follow_parameters()
         before = self.param_groups, self.state
         try:
             with self._raised_by_all():
@@ -291,8 +292,10 @@ class MatrixOptimizer(Optimizer):
         raise TypeError(f"{type(self).__name__} cannot be pickled or deep-copied; save and load its state_dict()")
 
     def _add_group(self, group: dict[str, Any]) -> None:
-        names = self._check_new_group(group)
-        warn_of_group(group, len(self.param_groups), type(self).__name__)
+        number, name = len(self.param_groups), type(self).__name__
+        check_group(group, self.defaults, number, name)
+        names = checked_names(group, number, self._names, self._group)
+        warn_of_group(group, number, name)
         super().add_param_group(dict(group))
         self._names.update(names)
         self._init_state(self.param_groups[-1])
@@ -303,29 +306,6 @@ class MatrixOptimizer(Optimizer):
         for number, (group, live) in enumerate(zip(groups, self.param_groups, strict=True)):
             check_group(group, {**self.defaults, **live}, number, type(self).__name__)
         return groups, learned
-
-    def _check_new_group(self, group: dict[str, Any]) -> dict[Tensor, str]:
-        """The names of the group's parameters; raises ValueError before anything of the optimizer has changed."""
-        number = len(self.param_groups)
-        check_group(group, self.defaults, number, type(self).__name__)
-        group["params"] = given = listed(group["params"])
-        matrix = group.get("algorithm", "matrix") == "matrix"
-        names: dict[Tensor, str] = {}
-        for place, entry in enumerate(given):
-            name, parameter = entry if isinstance(entry, tuple) else (None, entry)
-            name = name or f"parameter {place} of group {number}"
-            if not isinstance(parameter, Tensor):
-                raise TypeError(f"{name} is {type(parameter).__name__}; a Tensor is needed")
-            other = names.get(parameter) or self._names.get(parameter)
-            if other is not None:
-                raise ValueError(f"{name} is the same tensor as {other}: a tied tensor is given once")
-            check_parameter(parameter, name, matrix=matrix)
-            if matrix:
-                check_views(parameter, name, group)
-                warn_of_views(parameter, name, group)
-            check_same_ranks(parameter, name, self._group)
-            names[parameter] = name
-        return names
 
     def _init_state(self, group: dict[str, Any]) -> None:
         """Makes the state of every trainable parameter of a group that has none yet."""
@@ -355,8 +335,32 @@ class MatrixOptimizer(Optimizer):
         self._plan = plan
         self._operands, self._rates = StepOperands(plan.stepped), Rates(plan.elementwise)
         self._num_plans += 1
-        self._structure = [structure_of(group) for group in self.param_groups]
-        self._identities = [identity_of(group) for group in self.param_groups]
+        self._structure = [structure(group) for group in self.param_groups]
+        self._identities = [identity(group) for group in self.param_groups]
+
+    def _follow_parameters(self) -> None:
+        """Starts anew with parameters that stand in the place of others, or lie on another device. Collective then.
+
+        Frameworks that shard or move a model after the optimizer was built from it do so before the first step.
+        """
+        if self._plan is None or [identity(group) for group in self.param_groups] == self._identities:
+            return
+        parameters = self._parameters()
+        carried = carried_state(self.state, self._names, parameters, stepped=self._stepped)
+        self._names = dict(zip(parameters, self._names.values(), strict=True))
+        self._group, self._device = stepping_group(self.param_groups, self._replicas)
+        self._plan, self.state = None, defaultdict(dict)
+        with self._raised_by_all():
+            self._keeping = keeping_for(self._given_state, self._group, replicated=self._replicated)
+            self._skipped = torch.zeros((), device=self._device)
+            for group in self.param_groups:
+                self._init_state(group)
+            plan = self._make_plan()
+        self._adopt(plan)
+        for parameter, state in carried.items():
+            live = self.state[parameter]
+            for key, value in loaded_state(self._names[parameter], state, live).items():
+                live[key].copy_(value)
 
     def _set_waiting(self, plan: Plan) -> None:
         """Provides for waiting times where rows may be deferred; where they cannot, none waits."""
@@ -369,14 +373,11 @@ class MatrixOptimizer(Optimizer):
 
     def _current_plan(self) -> Plan:
         """The plan, made again where parameters began or ceased to require gradients."""
-        if [identity_of(group) for group in self.param_groups] != self._identities:
-            raise ValueError(
-                "param_groups or a parameter in it was replaced: change values in place, add groups by add_param_group"
-            )
-        structure = [structure_of(group) for group in self.param_groups]
-        if structure != self._structure:
-            for number, (now, planned) in enumerate(zip(structure, self._structure, strict=True)):
-                for name, value, before in zip(STRUCTURAL, now, planned, strict=False):
+        self._follow_parameters()
+        now = [structure(group) for group in self.param_groups]
+        if now != self._structure:
+            for number, (values, planned) in enumerate(zip(now, self._structure, strict=True)):
+                for name, value, before in zip(STRUCTURAL, values, planned, strict=False):
                     if value != before:
                         raise ValueError(
                             f"{name}={value!r} in parameter group {number}: it was {before!r} when the plan was "

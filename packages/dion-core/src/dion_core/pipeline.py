@@ -72,6 +72,29 @@ def step_matrices(
     interleave(others, in_flight=BUCKETS_IN_FLIGHT)  # where there are no buckets
 
 
+def step_elementwise(plan: Plan, state: States, presence: Presence, rates: Sequence[float | Tensor]) -> Steps[None]:
+    """Updates the AdamW and Lion parameters and their state in place, at once: nothing is sent.
+
+    Args:
+        plan: of the optimizer.
+        state: of all parameters.
+        presence: the gradients of the step.
+        rates: the learning rate of each group of `plan.elementwise`.
+    """
+    for members, rate in zip(plan.elementwise, rates, strict=True):
+        options = members[0].group
+        parameters = [local_tensor(member.parameter) for member in members]
+        gradients = [presence.gradients[member.number] for member in members]
+        states = [{key: local_tensor(value) for key, value in state[member.parameter].items()} for member in members]
+        active = [presence.masks[member.number].to(parameters[0].device) for member in members]
+        common = {key: options[key] for key in ("betas", "weight_decay", "maximize")} | {"lr": rate}
+        if options["algorithm"] == "adamw":
+            adamw_(parameters, gradients, states, active, epsilon=options["epsilon"], **common)
+        else:
+            lion_(parameters, gradients, states, active, **common)
+    yield from ()
+
+
 def agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients], state: States) -> list[Gradients]:
     """The gradients, a row that one rank would leave out being NaN on all ranks that hold its columns. Collective.
 
@@ -197,19 +220,3 @@ def _apply(target: Target, operands: Operands, active: Tensor, moves: Sequence[S
         cautious=bucket.options.get("cautious_weight_decay", False),
         scale=bucket.scale,
     )
-
-
-def step_elementwise(plan: Plan, states: States, presence: Presence, rates: Sequence[float | Tensor]) -> Steps[None]:
-    """Updates the parameters of AdamW and Lion and their state in place, at once: nothing is sent."""
-    for members, rate in zip(plan.elementwise, rates, strict=True):
-        options = members[0].group
-        parameters = [local_tensor(member.parameter) for member in members]
-        gradients = [presence.gradients[member.number] for member in members]
-        of_members = [{key: local_tensor(value) for key, value in states[m.parameter].items()} for m in members]
-        active = [presence.masks[member.number].to(parameters[0].device) for member in members]
-        common = {key: options[key] for key in ("betas", "weight_decay", "maximize")} | {"lr": rate}
-        if options["algorithm"] == "adamw":
-            adamw_(parameters, gradients, of_members, active, epsilon=options["epsilon"], **common)
-        else:
-            lion_(parameters, gradients, of_members, active, **common)
-    yield from ()

@@ -114,6 +114,39 @@ def loaded_states(
     }
 
 
+def carried_state(
+    states: Mapping[Tensor, Mapping[str, Tensor]],
+    names: Mapping[Tensor, str],
+    parameters: Sequence[Tensor],
+    *,
+    stepped: bool,
+) -> dict[Tensor, Mapping[str, Tensor]]:
+    """The states that are not zero, where the optimizer may go on with other parameters than those it was built from.
+
+    Args:
+        states: by parameter, as they are.
+        names: of the parameters that it was built from.
+        parameters: that are now in its groups, in the same order.
+        stepped: whether a step was taken with the former ones.
+
+    Raises:
+        ValueError: a step was taken, there are other parameters than before, or a replaced one has state.
+    """
+    shapes = [parameter.shape for parameter in names]
+    filled = {
+        parameter: state
+        for parameter, state in states.items()
+        if any(bool(local_part(value).any()) for value in state.values())
+    }
+    here = set(parameters)
+    if stepped or [parameter.shape for parameter in parameters] != shapes or not here.issuperset(filled):
+        raise ValueError(
+            "param_groups or a parameter in it was replaced, or moved to another device: change values in place, add "
+            "groups by add_param_group; parameters are replaced or moved before the first step and before a load"
+        )
+    return filled
+
+
 def _stored_like(value: Tensor, live: Tensor) -> Tensor:
     """A copy with the strides of the live tensor, where a convolution in channels_last was saved in another format."""
     if local_part(value).stride() == local_part(live).stride():
