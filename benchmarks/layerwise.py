@@ -17,7 +17,7 @@ from dion_core.ownership import imbalance, newton_schulz_cost
 from dion_core.selection import rows_to_select
 from dion_core.shard_layout import Entry, even_buckets, plan_shards
 
-SECOND_MOMENT_BYTES = 4  # fp32, one a row
+ROW_BYTES = 8  # second moment, fp32, and waiting time, int32
 WORLD_SIZES = (8, 16, 32, 64)
 
 
@@ -26,7 +26,7 @@ class Share:
     """What the ranks keep.
 
     Attributes:
-        state: bytes of momentum and second moment, by rank.
+        state: bytes of momentum, second moment and waiting times, by rank.
         work: the largest load of a rank over the mean.
     """
 
@@ -45,7 +45,7 @@ def share(shapes: Inventory, world_size: int) -> Share:
     for bucket in buckets:
         for number, rank in zip(bucket.numbers, bucket.ranks, strict=True):
             rows, columns = matrices[number]
-            state[rank] += rows * columns * ELEMENT_BYTES + rows * SECOND_MOMENT_BYTES
+            state[rank] += rows * columns * ELEMENT_BYTES + rows * ROW_BYTES
     return Share(state, imbalance(loads))
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dion_comm_nccl import FullShard
-from dion_core.collectives import TorchGroup
 from dion_core.layout import Axis
 from dion_core.newton_schulz import Orthogonalizer
+from dion_core.process_groups import TorchGroup
 from dion_core.rows import Rows, RowSelection
 from dion_core.steps import Steps
 from dion_core.transport import Bucket, Exchange, Scope, Session, Traffic, Transport

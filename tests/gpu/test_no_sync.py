@@ -13,9 +13,9 @@ from torch import nn
 from dion_comm_capped import Capped
 from dion_comm_nccl import LocalTopRows
 from dion_core import Dion2, Muon, NorDion2, NorMuon, available_transports
-from dion_core.collectives import TorchGroup
 from dion_core.layout import Axis
 from dion_core.newton_schulz import NewtonSchulz
+from dion_core.process_groups import TorchGroup
 from dion_core.rows import Rows, RowSelection
 from dion_core.steps import run
 from dion_core.testing.cells import Case, problems

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dion_core import Dion2, Muon, NorDion2, NorMuon
-from dion_core.collectives import SoloGroup, TorchGroup
+from dion_core.collectives import SoloGroup
+from dion_core.process_groups import TorchGroup
 from tests.reference import Options, ReferenceMatrix
 
 pytestmark = [

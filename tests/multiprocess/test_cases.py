@@ -327,3 +327,13 @@ def test_c13_the_mesh_is_that_of_the_parameter() -> None:
         pair = by_rank[2 * number : 2 * number + 2]
         assert {call.size for outcome in pair for call in outcome.calls} == {2}
         compare_outcomes([cell], [[outcome] for outcome in pair])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_c16_a_square_matrix_split_either_way(world_size: int) -> None:
+    """Orthogonalized as a whole, not shard by shard."""
+    problem = random_problem([(16, 16)], num_steps=2, seed=16)
+    cells = [
+        Cell(problem, name, layout, steps=(1, 2)) for name in OPTIMIZERS for layout in ("shard0", "shard1", "replicate")
+    ]
+    compare_with_reference(cells, world_size)

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dion_core.collectives import Call, Group, Reduction, SoloGroup, TorchGroup, num_bytes, observe, split
+from dion_core.collectives import Call, Group, Reduction, SoloGroup, num_bytes, observe, split
+from dion_core.process_groups import TorchGroup
 from dion_core.testing.ranks import pool
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
@@ -297,3 +298,33 @@ def test_bytes_and_pieces() -> None:
     tensor = torch.arange(6)
     split(tensor, [2, 0, 4])[2].zero_()
     assert tensor.tolist() == [0, 1, 0, 0, 0, 0]
+
+
+def in_another_order(order: Sequence[int]) -> tuple[int, tuple[int, ...], list[object]]:
+    """This rank's number in a group of that order, the global ranks by number, and results of every collective."""
+    assert dist.group.WORLD is not None
+    group = TorchGroup(dist.group.WORLD).in_order(order)
+    lengths, splits = (
+        list(range(1, group.size + 1)),
+        splits_of(group.size, lambda sender, receiver: sender + 2 * receiver),
+    )
+    results = [
+        gather(group, lengths, torch.bfloat16),
+        gather(group, [3] * group.size, torch.float32),
+        reduce(group, 5, torch.float32, "sum"),
+        scatter(group, 3, torch.float32, "sum"),
+        spread(group, 4, torch.float32, 1),
+        exchange(group, splits, torch.float16),
+    ]
+    return group.rank, group.ranks, results
+
+
+def test_ranks_in_another_order_are_numbered_so() -> None:
+    """What rank r gets is what rank r of a group in the order of its processes gets, on another process."""
+    order = (2, 0, 3, 1)
+    plain = pool(4).run(in_another_order, range(4))
+    moved = pool(4).run(in_another_order, order)
+    assert [rank for rank, _, _ in moved] == [order.index(place) for place in range(4)]
+    assert {ranks for _, ranks, _ in moved} == {order}
+    for number, rank in enumerate(order):
+        torch.testing.assert_close(moved[rank][2], plain[number][2], rtol=0, atol=0, equal_nan=True)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from dion_comm_capped import Capped
 from dion_comm_nccl import FullShard
 from dion_core.builtin import LocalExchange, ReplicatedExchange
-from dion_core.collectives import SoloGroup, TorchGroup
+from dion_core.collectives import SoloGroup
 from dion_core.layout import Axis
+from dion_core.process_groups import TorchGroup
 from dion_core.registry import available_transports
 from dion_core.testing.cells import Case, cases, problems, vacuous
 from dion_core.testing.conformance import Outcome, check_all, check_transport

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dion_core.collectives import Call, Handle, TorchGroup, observe
+from dion_core.collectives import Call, Handle, observe
+from dion_core.process_groups import TorchGroup
 from dion_core.testing.ranks import pool
 from tests.layerwise_cases import KINDS, MODES, NUM_STEPS, SMALL, Run, assert_same
 
@@ -60,11 +61,12 @@ def test_the_bits_are_those_of_one_process(world_size: int, layout: str, mode: A
 
 
 def test_the_comparison_is_not_vacuous() -> None:
-    """Every parameter and every state tensor moved."""
+    """Every parameter and every state tensor moved; no row ever waits here."""
     for result, (optimizer, dtype, _) in zip(one_process(), SETTINGS, strict=True):
         start = Run(optimizer, {}, layout="plain", dtype=dtype).whole()
-        assert all(not torch.equal(value, start[name]) for name, value in result.items())
-        assert len(result) == len(KINDS) * 2 + 2 * 2 + ("Nor" in optimizer) * 11
+        moving = {name: value for name, value in result.items() if not name.endswith("waited")}
+        assert all(not torch.equal(value, start[name]) for name, value in moving.items())
+        assert len(moving) == len(KINDS) * 2 + 2 * 2 + ("Nor" in optimizer) * 11
 
 
 def train_with_gaps(layout: str, more: Mapping[str, Any]) -> dict[str, Tensor]:

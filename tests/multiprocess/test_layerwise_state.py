@@ -213,7 +213,7 @@ def test_groups_and_parameters_that_come_later() -> None:
         assert_same(before, {name: after[name] for name in before}, "kept")
     news = [set(after) - set(before) for _, before, after in by_rank]
     assert sorted(name for of_rank in news for name in of_rank) == sorted(
-        f"{number}.{key}" for number in (14, 15) for key in ("momentum", "second_moment")
+        f"{number}.{key}" for number in (14, 15) for key in ("momentum", "second_moment", "waited")
     )
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from dion_core import Dion2, Muon, NorDion2, NorMuon
 from dion_core.testing.ranks import pool
@@ -100,7 +101,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], object], Callable[[], object], tuple
     "names": (lambda: Muon([parameter("one")]), lambda: Muon([parameter("other")]), ("one", "other")),
     "number": (lambda: Muon(two_parameters()), lambda: Muon([parameter("first")]), ("second: matrix", "transport")),
     "frozen": (lambda: Muon(two_parameters()), lambda: Muon(frozen_second()), ("second: matrix", "transport")),
-    "axis": (usual(Muon), lambda: Muon([column_sharded("w")]), ("8x6 rows", "8x6 columns")),
+    "axis": (usual(Muon), lambda: Muon([column_sharded("w")]), ("Shard(dim=0)", "Shard(dim=1)")),
     "optimizer": (usual(Muon), usual(NorMuon), ('"Muon,', '"NorMuon,')),
     "nonfinite": (usual(Muon), usual(Muon, nonfinite="skip"), ("nonfinite='rows'", "nonfinite='skip'")),
     "vector": (
@@ -193,13 +194,13 @@ ALIKE: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
         lambda: Muon([parameter("w"), ("half", on_parts_of_the_mesh(None))]),
         ("half lies on", "[0, 1, 2, 3]", "one optimizer for each set of ranks"),
     ),
-    "tiles": (
-        lambda: Muon([("tile", on_parts_of_the_mesh((Shard(0), Shard(1))))]),
-        ("tile: placements", "Shard(0) or"),
+    "partial": (
+        lambda: Muon([("w", on_parts_of_the_mesh((Partial(), Shard(0))))]),
+        ("w: placements (Partial", "are not supported", "Shard of any dimension and Replicate()"),
     ),
-    "twice": (
-        lambda: Muon([("w", on_parts_of_the_mesh((Shard(0), Shard(0))))]),
-        ("w: placements", "are not supported"),
+    "strided": (
+        lambda: Muon([("w", on_parts_of_the_mesh((_StridedShard(0, split_factor=3), Shard(0))))]),
+        ("w: placements (_StridedShard", "are not supported", "_StridedShard as fully_shard makes it"),
     ),
     "group": (
         lambda: Muon([parameter("w"), ("plain", torch.ones(2, 2))], group=half_of_the_ranks()),

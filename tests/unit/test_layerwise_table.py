@@ -16,8 +16,8 @@ SHAPES: Inventory = {(64, 32): 5, (16, 128): 3, (100, 20): 2}
 
 
 def test_one_cell_by_hand() -> None:
-    """Three matrices of 8 x 8 and two ranks: rank 0 keeps two, at 2 bytes an element and 4 a row. Loads are 2 to 1."""
-    one = 8 * 8 * 2 + 8 * 4
+    """Three matrices of 8 x 8 and two ranks: rank 0 keeps two, at 2 bytes an element and 8 a row. Loads are 2 to 1."""
+    one = 8 * 8 * 2 + 8 * 8
     assert share({(8, 8): 3}, 2) == Share([2 * one, one], 2 / 1.5)
 
 

@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_map
 
 from dion_core import NorDion2
-from dion_core.matrices import stacked
+from dion_core.matrices import Matrices, stacked
+from dion_core.operands import _DeviceTable
 
 SHAPE = (4, 8)
 
@@ -59,3 +62,53 @@ def test_a_tensor_that_lies_elsewhere_or_otherwise_is_noticed() -> None:
     assert operand.holds([square, other])
     assert not operand.holds([other, square])
     assert not operand.holds([square, other.t()])  # at the same address
+
+
+class Wrapper(Tensor):
+    """A tensor that holds its values in another one, and so has no address, as quantized tensors have none."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Wrapper":
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def unwrapped(value):
+            return value.inner if isinstance(value, Wrapper) else value
+
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        return func(*tree_map(unwrapped, args), **tree_map(unwrapped, kwargs or {}))
+
+
+def test_c45_a_tensor_without_an_address_gets_no_kernel() -> None:
+    start, gradient = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(8))
+    wrapped, plain = nn.Parameter(Wrapper(start.clone())), nn.Parameter(start.clone())
+    assert wrapped.data_ptr() == 0
+    optimizer, other = NorDion2([wrapped]), NorDion2([plain])
+    for _ in range(2):
+        wrapped.grad, plain.grad = gradient.clone(), gradient.clone()
+        optimizer.step()
+        other.step()
+    assert torch.equal(wrapped.inner, plain)
+    assert not torch.equal(plain, start)
+    for one, by_address in ((optimizer, False), (other, True)):
+        buckets = one._plan.buckets
+        table = _DeviceTable(buckets, [0])
+        (operands,) = table.of_step(one._operands.of_step(one.state, [[gradient]]))
+        for role in ("parameters", "momentum", "gradients"):
+            assert isinstance(getattr(operands, role), Matrices) == by_address
+
+
+def test_a_gradient_that_is_still_on_its_way_is_waited_for() -> None:
+    plain, late = (nn.Parameter(torch.ones(SHAPE)) for _ in range(2))
+    gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(9))
+    plain.grad, late.grad = gradient, AsyncCollectiveTensor(gradient)
+    optimizer = NorDion2([plain, late])
+    assert type(optimizer._plan.members[1].gradient()) is Tensor
+    optimizer.step()
+    assert torch.equal(plain, late)

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from fractions import Fraction
 from statistics import mean
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -194,3 +195,18 @@ def test_the_large_matrices_of_the_inventory_are_cut_in_two() -> None:
     owners, load = assign([square] * 16 + [wide] * 33, 4)
     assert [cut(owners[:16], square, load).count(part) for part in range(3)] == [8, 8, 0]
     assert set(cut(owners[16:], wide, load)) == {0}
+
+
+class Line(NamedTuple):
+    """Global ranks that share work."""
+
+    ranks: tuple[int, ...]
+
+
+def test_loads_from_before_count_by_global_rank() -> None:
+    """Ranks 0 and 1 have 5 and 2 from a group of all, rank 3 has 4 and rank 2 has 1 from that and another one."""
+    before = {(0, 1, 2, 3): [5, 2, 1, 0], (3, 2): [4, 0]}
+    groups = [Line((0, 1))] * 2 + [Line((2, 3))] * 2
+    owners, loads = assign_owners([3, 3, 3, 3], groups, before)
+    assert owners == [1, 0, 0, 0]
+    assert loads == {(0, 1): [8, 5], (2, 3): [7, 4]}

@@ -1,7 +1,6 @@
 """Which rows of a head, a block or a slice a rank holds, and what a bucket of such matrices is."""
 
 import dataclasses
-import math
 import random
 from typing import Any
 
@@ -190,18 +189,3 @@ def test_a_captured_step_refuses_uneven_heads() -> None:
         check_capturable(plan, nonfinite="rows")
     _, even = bucket_of_heads("local", 0)
     check_capturable(dataclasses.replace(plan, buckets=[even]), nonfinite="rows")
-
-
-@pytest.mark.parametrize(("first", "total"), [(0, 2), (1, 3), (3, 3)])
-def test_a_rank_has_no_rows_of_slices_that_lie_elsewhere(first: int, total: int) -> None:
-    """A stack of two in each of `total` places, of which this rank has two or none."""
-    held = min(2, total - first)
-    labels = tuple(f"slice {place}, {inner}" for place in range(total) for inner in range(2))
-    views = Views("experts", labels, num_leading=2, split=(0, first, total))
-    rows = [0] * 2 * first + [4] * 2 * held + [0] * 2 * (total - first - held)
-    for columns in (5, 1):
-        tensor = torch.arange(math.prod((held, 2, 4, columns))).view(held, 2, 4, columns)
-        matrices = views.of(tensor)
-        assert [len(matrix) for matrix in matrices] == rows
-        assert torch.equal(torch.cat(list(matrices)), tensor.reshape(-1, columns))
-        assert all(matrix.shape[1] == columns for matrix in matrices)

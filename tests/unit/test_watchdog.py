@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from dion_core import collectives, watchdog
+from dion_core import collectives, process_groups, watchdog
 from dion_core.collectives import TransportError
 from dion_core.watchdog import Watchdog
 
@@ -164,7 +164,7 @@ def test_after_an_abort_every_collective_raises(monkeypatch: pytest.MonkeyPatch)
     """What was launched before the abort ends without an error of its own, with values that mean nothing."""
     monkeypatch.setattr(collectives.WATCHDOG, "failure", "all_to_all for a bucket did not end within 18 s")
     with pytest.raises(TransportError, match="all_to_all for a bucket did not end"):
-        collectives._Pending().wait()
+        process_groups._Pending().wait()
 
 
 class FakeEvent:
@@ -184,7 +184,7 @@ def test_a_work_is_let_go_of_once_the_stream_waits_for_it(monkeypatch: pytest.Mo
     """It holds the tensors of its collective, and the watchdog may look only many steps later."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     work = FakeWork(done=False)
-    watched = collectives._Watched([work])
+    watched = watchdog.Watched([work])
     gone = weakref.ref(work)
     assert not watched.is_completed()
     work.done = True
@@ -205,7 +205,7 @@ def test_waiting_for_a_collective_lets_go_of_its_work() -> None:
             self.calls += 1
 
     watched = Waited()
-    pending = collectives._Pending([], [], "nothing", watched)  # type: ignore[arg-type]
+    pending = process_groups._Pending([], [], "nothing", watched)  # type: ignore[arg-type]
     pending.wait()
     pending.wait()
     assert watched.calls == 1

@@ -76,9 +76,19 @@ class PooledExchange(Exchange):
     def admit(self, selection: RowSelection) -> RowSelection:
         return admit(selection, self.tables, self._to_owners, max_wait=self._options.max_wait)
 
+    def num_results(self) -> int:
+        return sum(self.plan.back_rows[0])
+
+    def result_slot(self, selection: RowSelection) -> Tensor:
+        return self._slots(selection)[1]
+
+    def _slots(self, selection: RowSelection) -> tuple[Tensor, Tensor]:
+        sizes = {"sent_rows": sum(self.plan.forward_rows[0]), "returned_rows": self.num_results()}
+        return slots(selection, self.tables, self._to_owners, **sizes)
+
     def reserve(self, selection: RowSelection) -> Rows:
-        bucket, sent, returned = self.bucket, sum(self.plan.forward_rows[0]), sum(self.plan.back_rows[0])
-        slot, back = slots(selection, self.tables, self._to_owners, sent_rows=sent, returned_rows=returned)
+        bucket, sent = self.bucket, sum(self.plan.forward_rows[0])
+        slot, back = self._slots(selection)
         # What is not admitted goes past the rows that are sent, and so does a count that has no header.
         spare = -(-COUNT_BYTES // (bucket.shape[1] * bucket.dtype.itemsize))
         values = torch.empty(sent + spare, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
@@ -277,6 +287,7 @@ class Capped(Transport):
     default_scope: ClassVar[Scope] = "global"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
     may_defer: ClassVar[bool] = True
+    outer_axes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.capacity, str):

@@ -23,6 +23,7 @@ class FullShard(Transport):
     scopes: ClassVar[frozenset[Scope]] = frozenset({"all", "global"})
     default_scope: ClassVar[Scope] = "global"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
+    outer_axes: ClassVar[bool] = True
 
     def open(self, buckets: Sequence[Bucket]) -> Session:
         return Session([SlotExchange(bucket, SlotPlan.of(bucket, _shard_slots(bucket))) for bucket in buckets])
@@ -47,6 +48,7 @@ class LocalTopRows(Transport):
     scopes: ClassVar[frozenset[Scope]] = frozenset({"local"})
     default_scope: ClassVar[Scope] = "local"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
+    outer_axes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.slack is not None and not self.slack >= 1:

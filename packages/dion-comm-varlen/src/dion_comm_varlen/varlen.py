@@ -76,6 +76,7 @@ class Varlen(Transport):
     scopes: ClassVar[frozenset[Scope]] = frozenset({"all", "global"})
     default_scope: ClassVar[Scope] = "global"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
+    outer_axes: ClassVar[bool] = True
 
     def open(self, buckets: Sequence[Bucket]) -> Session:
         return CountedSession(buckets, SlotPlan)
@@ -89,6 +90,7 @@ class Uniform(Transport):
     scopes: ClassVar[frozenset[Scope]] = frozenset({"all", "global"})
     default_scope: ClassVar[Scope] = "global"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
+    outer_axes: ClassVar[bool] = True
 
     def open(self, buckets: Sequence[Bucket]) -> Session:
         return CountedSession(buckets, UniformPlan)

@@ -1,6 +1,7 @@
 """Orthonormal optimizers for distributed training: Muon, NorMuon, Dion2 and NorDion2 (Dion3)."""
 
 from dion_core.collectives import TransportError
+from dion_core.foreign import import_state_dict
 from dion_core.layerwise import LayerWise
 from dion_core.optimizers import Dion2, Dion3, Muon, NorDion2, NorMuon
 from dion_core.param_groups import param_groups_for
@@ -17,5 +18,6 @@ __all__ = [
     "NorMuon",
     "TransportError",
     "available_transports",
+    "import_state_dict",
     "param_groups_for",
 ]

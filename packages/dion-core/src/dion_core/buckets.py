@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from dion_core.builtin import LocalExchange, ReplicatedExchange
-from dion_core.layout import Axis, Layout, RowTables, joined
+from dion_core.layout import Axis, Layout, RowTables, in_pieces, joined
 from dion_core.newton_schulz import Orthogonalizer, orthogonalizer
-from dion_core.ownership import assign_owners, cut, newton_schulz_cost
-from dion_core.placements import local_tensor
+from dion_core.ownership import Loads, assign_owners, cut, newton_schulz_cost
+from dion_core.placements import has_address, local_tensor
 from dion_core.presence import Presence
 from dion_core.registry import Choice, check_axes
 from dion_core.rules import Rule, selector, update_scale
@@ -49,8 +50,13 @@ class Member:
             ValueError: the gradient is sparse, or lies elsewhere than the parameter.
         """
         gradient = self.parameter.grad
-        if type(gradient) is DTensor and gradient._spec is self._checked.get("spec"):
-            return gradient._local_tensor  # gradients share one spec from step to step
+        # Gradients share one spec from step to step, and one that is still on its way is of another type.
+        if (
+            type(gradient) is DTensor
+            and gradient._spec is self._checked.get("spec")
+            and type(gradient._local_tensor) is Tensor
+        ):
+            return gradient._local_tensor
         return None if gradient is None else self._checked_gradient(gradient)
 
     def _checked_gradient(self, gradient: Tensor) -> Tensor:
@@ -59,6 +65,8 @@ class Member:
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             alike = gradient._spec is parameter._spec or gradient.placements == parameter.placements
             local = gradient._local_tensor
+        if isinstance(local, AsyncCollectiveTensor):  # still on its way: it wraps the tensor that will hold it
+            local = local.wait()
         if not alike:
             given, wanted = (getattr(tensor, "placements", "of a plain tensor") for tensor in (gradient, parameter))
             raise ValueError(
@@ -161,12 +169,22 @@ class MatrixBucket:
         place = {member.number: place for place, member in enumerate(self.members)}
         return [(place[part.member.number], part.number) for part in self.parts]
 
+    @property
+    def line(self) -> tuple[int, ...] | None:
+        """The ranks that have this bucket, where others have other matrices of the same stack; None: all have it."""
+        return self.bucket.layout.ranks if self.parts[0].views.divided else None
+
     @cached_property
     def ragged(self) -> bool:
         """Whether some rank holds more rows of one matrix than of another."""
         layout = self.bucket.layout
         matrices = range(layout.num_matrices)
         return any(len({layout.rows(rank, each) for each in matrices}) > 1 for rank in range(layout.group.size))
+
+    @cached_property
+    def addressable(self) -> bool:
+        """Whether all tensors have memory of their own, which a tensor that wraps others has not."""
+        return all(has_address(member.parameter) for member in self.members)
 
     def active(self, presence: Presence) -> Tensor:
         """(N,) bool: which matrices are updated in this step."""
@@ -201,7 +219,8 @@ class Draft:
         """What matrices of one bucket have in common."""
         tensor, group, layout = self.part.member.parameter, self.part.member.group, self.layout
         dtypes = (tensor.dtype, momentum_dtype(tensor, group), self.wire_dtype)
-        lies = (layout.group, layout.axis, layout.shape, layout.segments if layout.axis is Axis.COLUMNS else None)
+        columns = layout.segments if layout.axis is Axis.COLUMNS else None
+        lies = (layout.group, layout.axis, layout.shape, columns, layout.outer, self.part.views.divided)
         chosen = (self.selector, self.selector.total(layout, 0))
         return (id(group), lies, chosen, type(tensor), tensor.device, dtypes)
 
@@ -222,11 +241,6 @@ def wire_dtype(momentum: torch.dtype, options: Mapping[str, Any]) -> torch.dtype
     if wanted is not None:
         return wanted
     return torch.bfloat16 if momentum.itemsize == 2 else momentum
-
-
-def needs_transport(layout: Layout) -> bool:
-    """Whether a matrix lies in pieces on several ranks."""
-    return layout.axis in (Axis.ROWS, Axis.COLUMNS)
 
 
 def make_drafts(parts: Sequence[Part], layouts: Sequence[Layout], rule: Rule, choice: Choice | None) -> list[Draft]:
@@ -255,26 +269,37 @@ def make_buckets(
         ValueError: the transport does not serve a layout.
     """
     drafts = make_drafts(parts, layouts, rule, choice)
-    owners, loads = assign_owners([draft.cost for draft in drafts], [draft.layout.group for draft in drafts])
+    common, loads = _owned([draft for draft in drafts if not draft.part.views.divided])
+    # What other ranks do not have comes after what all have, whose owners must not depend on it.
+    own, own_loads = _owned([draft for draft in drafts if draft.part.views.divided], loads)
+    buckets = [
+        make_bucket(piece, rule, choice)
+        for owned, load in ((common, loads), (own, own_loads))
+        for entries in owned
+        for piece in _pieces(entries, load[entries[0][0].layout.ranks])
+    ]
+    lines = list(dict.fromkeys([None, *(bucket.line for bucket in buckets)]))
+    buckets.sort(key=lambda bucket: (not in_pieces(bucket.bucket.layout), lines.index(bucket.line)))
+    loads |= own_loads
+    if choice is not None:
+        check_axes(choice, [b.bucket for b in buckets if in_pieces(b.bucket.layout)])
+    return buckets, loads
+
+
+def _owned(drafts: Sequence[Draft], before: Loads | None = None) -> tuple[list[list[tuple[Draft, int]]], Loads]:
+    """The matrices of every bucket with their owners, and the load by set of ranks."""
+    owners, loads = assign_owners([draft.cost for draft in drafts], [draft.layout for draft in drafts], before)
     by_key: dict[Hashable, list[tuple[Draft, int]]] = {}
     for draft, owner in zip(drafts, owners, strict=True):
         by_key.setdefault(draft.key, []).append((draft, owner))
-    buckets = [
-        make_bucket(piece, rule, choice)
-        for entries in by_key.values()
-        for piece in _pieces(entries, loads[entries[0][0].layout.group.ranks])
-    ]
-    buckets.sort(key=lambda bucket: not needs_transport(bucket.bucket.layout))
-    if choice is not None:
-        check_axes(choice, [b.bucket for b in buckets if needs_transport(b.bucket.layout)])
-    return buckets, loads
+    return list(by_key.values()), loads
 
 
 def _selector(options: Mapping[str, Any], layout: Layout, rule: Rule, choice: Choice | None) -> Selector:
     if not rule.chooses_rows:
         return selector("all", 1.0, layout.axis)
     scope = options["scope"]
-    if choice is not None and needs_transport(layout):
+    if choice is not None and in_pieces(layout):
         scope = scope or choice.transport.default_scope
     slack = choice.transport.local_slack() if choice is not None else None
     return selector(scope or "global", float(options["fraction"]), layout.axis, slack, shards=layout.num_holders)
@@ -297,6 +322,8 @@ def _name(entries: Sequence[tuple[Draft, int]]) -> str:
 
 def make_bucket(entries: Sequence[tuple[Draft, int]], rule: Rule, choice: Choice | None) -> MatrixBucket:
     """The bucket of matrices that have their key in common, each with its owner."""
+    if entries[0][0].layout.outer:  # line after line, so that what one line works on is a slice of the bucket
+        entries = sorted(entries, key=lambda entry: entry[1] // entry[0].layout.group.size)
     first, _ = entries[0]
     layout, options = joined([draft.layout for draft, _ in entries]), first.part.member.group
     ranks = range(layout.group.size)
@@ -317,6 +344,6 @@ def make_bucket(entries: Sequence[tuple[Draft, int]], rule: Rule, choice: Choice
         selector=first.selector,
         orthogonalizer=orthogonalizer(options["orthogonalizer"]),
         scale=update_scale(options["scale"], *layout.shape),
-        may_defer=choice is not None and choice.transport.may_defer and needs_transport(layout),
+        may_defer=choice is not None and choice.transport.may_defer and in_pieces(layout),
         exchange=builtin(bucket),
     )

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dion_core.buckets import stable_repr
-from dion_core.layout import Axis
 from dion_core.operands import SCALARS, Operands, States
 from dion_core.placements import local_part
 from dion_core.plan import Plan
@@ -91,8 +90,10 @@ def check_capturable(plan: Plan, *, nonfinite: str) -> None:
             "step; transports without a host read are allowed, such as capped, local and full"
         )
     for bucket in plan.buckets:
-        if bucket.bucket.layout.axis is Axis.COLUMNS:
+        if bucket.bucket.layout.column_groups:
             raise ValueError(f"a step cannot be captured: {bucket.bucket.name} is split by columns, not by rows")
+        if not bucket.addressable:
+            raise ValueError(f"a step cannot be captured: a tensor of {bucket.bucket.name} wraps others")
         if bucket.ragged:
             raise ValueError(
                 f"a step cannot be captured: of {bucket.bucket.name} some rank holds more rows of one matrix than of "

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dion_core.watchdog import WATCHDOG, Work
+from dion_core.watchdog import WATCHDOG, Watched
 
 Reduction = Literal["sum", "max"]
 
@@ -98,6 +95,38 @@ def observe() -> Iterator[list[Call]]:
         _observers.remove(calls.append)
 
 
+def raise_failure() -> None:
+    """Raises TransportError once a collective was aborted: what was sent since cannot be trusted."""
+    if WATCHDOG.failure:
+        raise TransportError(WATCHDOG.failure)
+
+
+def report_call(name: str, size: int, sent: Sequence[int], label: str) -> None:
+    """Tells observers of a collective; every implementation of `Group` calls it before it launches one."""
+    raise_failure()
+    for observer in _observers:
+        observer(Call(name, size, tuple(sent), label))
+
+
+class Done:
+    """A collective that is over, or that the current stream waits for already."""
+
+    def wait(self) -> None:
+        raise_failure()
+
+
+def watch_work(what: str, seconds: float, abort: Callable[[], None]) -> Handle:
+    """A handle for work that the current stream was given already; its communicator is aborted if it takes longer.
+
+    For groups that launch on the current stream, where nothing is to be waited for.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        watched = Watched(())
+        watched.waited()
+        WATCHDOG.watch([watched], what, seconds, abort)
+    return Done()
+
+
 def num_bytes(tensor: Tensor) -> int:
     """Bytes of the elements of `tensor`."""
     return tensor.numel() * tensor.element_size()
@@ -109,12 +138,7 @@ def split(tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     return pieces
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    # gloo knows no bf16 in some collectives; bytes are moved alike by every backend. `detach` keeps autograd out.
-    return tensor.detach().view(torch.uint8)
-
-
-def _adjacent(outputs: Sequence[Tensor]) -> Tensor | None:
+def adjacent(outputs: Sequence[Tensor]) -> Tensor | None:
     """One tensor over all outputs where they are equally long and lie back to back, else None."""
     first, length = outputs[0], outputs[0].numel()
     size = length * first.element_size()
@@ -122,197 +146,6 @@ def _adjacent(outputs: Sequence[Tensor]) -> Tensor | None:
         if output.numel() != length or output.data_ptr() != first.data_ptr() + number * size:
             return None
     return first.as_strided((len(outputs) * length,), (1,))
-
-
-# torch 2.13 gave it another name and deprecates the old one.
-_gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class _Pending:
-    """Works to wait for, with the tensors that they read and write kept alive until then."""
-
-    def __init__(
-        self,
-        works: Sequence[dist.Work] = (),
-        tensors: Sequence[Tensor] = (),
-        what: str = "",
-        watched: _Watched | None = None,
-    ) -> None:
-        self._works = works
-        self._tensors = tensors
-        self._what = what
-        self._watched = watched
-
-    def wait(self) -> None:
-        _raise_failure()
-        with _named_errors(self._what):
-            for work in self._works:
-                work.wait()  # on gloo bounded by the time-out of the process group
-        if self._watched is not None:
-            self._watched.waited()
-        self._works, self._tensors, self._watched = (), (), None
-
-
-class _Watched:
-    """A collective on a GPU as the watchdog sees it.
-
-    A work holds its tensors. The watchdog may look at it long after the step has gone on, so once the stream waits for
-    the work, an event behind it stands in its place.
-    """
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-        self._event: torch.cuda.Event | None = None
-
-    def waited(self) -> None:
-        """The current stream waits for the works: it lets go of them."""
-        event = torch.cuda.Event()
-        event.record()
-        self._event = event
-        self._works = ()
-
-    def is_completed(self) -> bool:
-        works, event = self._works, self._event  # in this order: an event is there before the works are gone
-        return event.query() if event is not None else all(work.is_completed() for work in works)
-
-
-def _raise_failure() -> None:
-    if WATCHDOG.failure:
-        raise TransportError(WATCHDOG.failure)
-
-
-@contextmanager
-def _named_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # torch.distributed raises it for time-outs and lost peers alike
-        raise TransportError(f"{what} failed: {error}") from error
-
-
-@dataclass(frozen=True)
-class TorchGroup:
-    """A `Group` on a torch.distributed process group (NCCL or gloo). Equal if the process group is the same.
-
-    Every collective is bounded by the time-out that the process group was made with: on gloo the wait for it, on
-    NCCL by a watchdog, since waiting there would block the host.
-    """
-
-    process_group: dist.ProcessGroup
-    label: str = field(default="", compare=False)
-
-    @cached_property
-    def rank(self) -> int:
-        return dist.get_rank(self.process_group)
-
-    @cached_property
-    def size(self) -> int:
-        return dist.get_world_size(self.process_group)
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(dist.get_process_group_ranks(self.process_group))
-
-    def named(self, label: str) -> TorchGroup:
-        return replace(self, label=label)
-
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
-        def start() -> list[dist.Work]:
-            whole = _adjacent(outputs) if tensor.is_cuda else None
-            if whole is not None:  # NCCL gathers straight into it; a list it would fill by copies
-                return [_gather_single(_as_bytes(whole), _as_bytes(tensor), group=self.process_group, async_op=True)]
-            if len({output.numel() for output in outputs}) == 1:
-                pieces = [_as_bytes(output) for output in outputs]
-                return [dist.all_gather(pieces, _as_bytes(tensor), group=self.process_group, async_op=True)]
-            # gloo gathers equal lengths only
-            outputs[self.rank].copy_(tensor)
-            return [self._broadcast(output, rank) for rank, output in enumerate(outputs) if output.numel()]
-
-        return self._launch("all_gather", [num_bytes(tensor)] * self.size, start, tensor, *outputs)
-
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
-        def start() -> list[dist.Work]:
-            return [dist.all_reduce(tensor, _operation(reduction), group=self.process_group, async_op=True)]
-
-        return self._launch("all_reduce", [num_bytes(tensor)] * self.size, start, tensor)
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
-        def start() -> list[dist.Work]:
-            parts, operation = list(tensor.chunk(self.size)), _operation(reduction)
-            return [dist.reduce_scatter(output, parts, operation, group=self.process_group, async_op=True)]
-
-        return self._launch("reduce_scatter", [num_bytes(output)] * self.size, start, output, tensor)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Handle:
-        sent = [num_bytes(tensor) * (source == self.rank)] * self.size
-        return self._launch("broadcast", sent, lambda: [self._broadcast(tensor, source)], tensor)
-
-    def all_to_all(
-        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> Handle:
-        received, sent = ([split * tensor.element_size() for split in each] for each in (output_splits, input_splits))
-
-        def start() -> list[dist.Work]:
-            whole = (_as_bytes(output), _as_bytes(tensor))
-            return [dist.all_to_all_single(*whole, received, sent, group=self.process_group, async_op=True)]
-
-        return self._launch("all_to_all", sent, start, output, tensor)
-
-    def _broadcast(self, tensor: Tensor, source: int) -> dist.Work:
-        whole = _as_bytes(tensor)
-        work: dist.Work = dist.broadcast(whole, group=self.process_group, async_op=True, group_src=source)
-        return work
-
-    def _launch(self, name: str, sent: Sequence[int], start: Callable[[], list[dist.Work]], *tensors: Tensor) -> Handle:
-        _raise_failure()
-        for observer in _observers:
-            observer(Call(name, self.size, tuple(sent), self.label))
-        what = f"{name} for {self.label or 'the optimizer'} on rank {dist.get_rank()} among ranks {self.ranks}"
-        with _named_errors(what):
-            works = start()
-        watched = None
-        if tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
-            watched = _Watched(works)
-            self._watch(watched, what, tensors[0].device)
-        return _Pending(works, tensors, what, watched)
-
-    def _watch(self, watched: Work, what: str, device: torch.device) -> None:
-        """Bounds something that runs on the device by the time-out of the process group."""
-        timeout: timedelta = self.process_group._get_backend(device).options._timeout
-        seconds = 0.9 * timeout.total_seconds()  # before torch's own watchdog, which names no bucket
-        WATCHDOG.watch([watched], what, seconds, self.process_group.abort)
-
-
-def watch_stream(group: Group, what: str, device: torch.device) -> None:
-    """Bounds all that the current stream was given so far by the time-out of the group, if it has one on a GPU.
-
-    For collectives that no call here launches: those of a captured graph that is replayed.
-    """
-    if isinstance(group, TorchGroup) and device.type == "cuda":
-        watched = _Watched(())
-        watched.waited()
-        group._watch(watched, f"{what} on rank {dist.get_rank()} among ranks {group.ranks}", device)
-
-
-def _operation(reduction: Reduction) -> dist.ReduceOp.RedOpType:
-    return dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
-
-
-_stand_ins: dict[dist.ProcessGroup, Group] = {}
-
-
-def group_of(process_group: dist.ProcessGroup) -> Group:
-    """The ranks of a process group, which communicate through torch.distributed unless something stands in."""
-    return _stand_ins.get(process_group) or TorchGroup(process_group)
-
-
-@contextmanager
-def stand_in(process_group: dist.ProcessGroup, group: Group) -> Iterator[None]:
-    """Inside the block `group` communicates in place of the process group, in optimizers that are made there."""
-    _stand_ins[process_group] = group
-    try:
-        yield
-    finally:
-        del _stand_ins[process_group]
 
 
 @dataclass(frozen=True)
@@ -328,20 +161,20 @@ class SoloGroup:
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
         outputs[0].copy_(tensor)
-        return _Pending()
+        return Done()
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
-        return _Pending()
+        return Done()
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
         output.copy_(tensor)
-        return _Pending()
+        return Done()
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return _Pending()
+        return Done()
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
         output.copy_(tensor)
-        return _Pending()
+        return Done()

@@ -142,7 +142,7 @@ class ByOwners:
             self._check(member)
         matrices = [m for m in members if m.group["algorithm"] == "matrix" and m.parameter.numel()]
         choice_for(matrices, rule, transport, needed=False)
-        parts, layouts = divided(matrices, replicas)
+        parts, layouts, _ = divided(matrices, replicas)
         everywhere = [split_layout(self._group, Axis.REPLICATED, layout.shape) for layout in layouts]
         drafts = make_drafts(parts, everywhere, rule, None)
         ownership = self._extended(members, drafts, rule)

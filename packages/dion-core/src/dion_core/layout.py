@@ -1,13 +1,18 @@
 """Where the rows of a matrix lie: which axis is split, over which ranks, and at which offsets.
 
 Everything is computed from shapes and placements. No collective is needed, hence none can hang.
+
+On a mesh of several axes the ranks of a layout's group are one line of the mesh. An `OuterAxis` stands for the lines
+beside it, which hold the same rows: as copies, or other columns of them. All ranks of all lines share the work.
+
 Legend: N matrices of a bucket, R rows and C columns of one whole matrix, W ranks of the group.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -40,25 +45,69 @@ def shard_segments(length: int, world_size: int) -> tuple[Segment, ...]:
 
 
 @dataclass(frozen=True)
+class OuterAxis:
+    """Ranks that hold the same rows as this one does, each on a line of the mesh of its own.
+
+    Attributes:
+        group: those ranks, this one included.
+        axis: REPLICATED, if they hold copies; COLUMNS, if they hold other columns.
+        columns: the (offset, length) of the columns that each of them holds; empty where they hold copies.
+    """
+
+    group: Group
+    axis: Axis
+    columns: tuple[Segment, ...] = ()
+
+
+@dataclass(frozen=True)
 class Layout:
     """How N matrices of one shape lie on the ranks of a group.
 
     Attributes:
-        group: the ranks that hold parts of the matrices.
+        group: the ranks that hold parts of the matrices. Their order is that of their rows, or of their columns.
         axis: which axis is split over them.
         shape: (R, C) of one whole matrix.
         segments: segments[rank][matrix] = the (offset, length) pieces of that matrix on that rank along the
             split axis, ascending. Where nothing is split every rank has the one piece (0, R).
+        outer: the other axes of the mesh, outermost first: copies, then columns.
+        workers: the global ranks that share the work, an outer axis changing slower than what is inside it; empty
+            where they are those of the group.
     """
 
     group: Group
     axis: Axis
     shape: tuple[int, int]
     segments: tuple[tuple[tuple[Segment, ...], ...], ...]
+    outer: tuple[OuterAxis, ...] = ()
+    workers: tuple[int, ...] = ()
 
     @property
     def num_matrices(self) -> int:
         return len(self.segments[0])
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that share the work."""
+        return self.workers or self.group.ranks
+
+    @property
+    def num_workers(self) -> int:
+        """How many ranks share the work."""
+        return math.prod(outer.group.size for outer in self.outer) * self.group.size
+
+    @property
+    def worker(self) -> int:
+        """This rank's number among those that share the work."""
+        number = 0
+        for group in (*(outer.group for outer in self.outer), self.group):
+            number = number * group.size + group.rank
+        return number
+
+    @property
+    def column_groups(self) -> tuple[Group, ...]:
+        """The groups whose ranks hold other columns of the same rows."""
+        groups = [outer.group for outer in self.outer if outer.axis is Axis.COLUMNS]
+        return (*groups, self.group) if self.axis is Axis.COLUMNS else tuple(groups)
 
     def rows(self, rank: int, matrix: int) -> int:
         """How many rows (whole ones, or pieces of rows where columns are split) the rank holds."""
@@ -80,7 +129,8 @@ class Layout:
     def columns(self, rank: int) -> int:
         """How many columns the rank holds of every row."""
         if self.axis is not Axis.COLUMNS:
-            return self.shape[1]
+            held = [outer.columns[outer.group.rank][1] for outer in self.outer if outer.axis is Axis.COLUMNS]
+            return held[0] if held else self.shape[1]
         return sum(length for _, length in self.segments[rank][0]) if self.num_matrices else 0
 
     def local_shape(self, matrix: int = 0) -> tuple[int, int]:
@@ -95,16 +145,24 @@ class Layout:
 
     def stack(self, num_matrices: int) -> Layout:
         """The layout of `num_matrices` matrices that all lie as the one matrix of this layout does."""
-        segments = tuple(of_rank * num_matrices for of_rank in self.segments)
-        return Layout(self.group, self.axis, self.shape, segments)
+        return replace(self, segments=tuple(of_rank * num_matrices for of_rank in self.segments))
+
+    def share(self, first: int, last: int) -> Layout:
+        """The layout of matrices first to last - 1, to the ranks that lie on one line of the outermost axis."""
+        segments = tuple(of_rank[first:last] for of_rank in self.segments)
+        return replace(self, segments=segments, outer=self.outer[1:], workers=())
+
+
+def in_pieces(layout: Layout) -> bool:
+    """Whether a matrix lies in pieces on several ranks."""
+    return layout.axis in (Axis.ROWS, Axis.COLUMNS)
 
 
 def joined(layouts: Sequence[Layout]) -> Layout:
     """The layout of all the matrices of layouts that have their group, axis and shape in common."""
     first = layouts[0]
     by_rank = zip(*(layout.segments for layout in layouts), strict=True)
-    segments = tuple(tuple(matrix for part in parts for matrix in part) for parts in by_rank)
-    return Layout(first.group, first.axis, first.shape, segments)
+    return replace(first, segments=tuple(tuple(matrix for part in parts for matrix in part) for parts in by_rank))
 
 
 def split_layout(group: Group, axis: Axis, shape: tuple[int, int]) -> Layout:

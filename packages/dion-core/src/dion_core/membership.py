@@ -1,8 +1,9 @@
-"""Which ranks step together, read from the parameters before anything else is known about them."""
+"""Which ranks step together and which parameters a group brings, before anything else is known about them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -11,8 +12,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dion_core.collectives import Group, SoloGroup, group_of
-from dion_core.placements import local_tensor, mesh_group
+from dion_core.collectives import Group, SoloGroup
+from dion_core.meshes import mesh_group
+from dion_core.options import check_group, check_parameter
+from dion_core.placements import local_tensor
+from dion_core.process_groups import TorchGroup, group_of
+from dion_core.views import check_views, warn_of_views
 
 ProcessGroupLike = ProcessGroup | DeviceMesh | None
 
@@ -36,13 +41,35 @@ def stepping_group(entries: list[Any], replicas: Group) -> tuple[Group, torch.de
         entries: parameters, (name, parameter) pairs, or groups of either. The "params" of a group is replaced
             by a list, so that a generator can be read again.
         replicas: the ranks of replicated plain tensors.
+
+    Raises:
+        ValueError: the process group cannot communicate where the parameters lie.
     """
     tensors = [tensor for tensor in _tensors(entries) if not tensor.is_meta]
     device = local_tensor(tensors[0]).device if tensors else torch.device("cpu")
+    group = replicas
     for tensor in tensors:
         if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
-            return mesh_group(tensor.device_mesh), local_tensor(tensor).device
-    return replicas, device
+            group, device = mesh_group(tensor.device_mesh), local_tensor(tensor).device
+            break
+    _check_backend(group, device)
+    return group, device
+
+
+def _check_backend(group: Group, device: torch.device) -> None:
+    """Raises ValueError where no collective of the group can take tensors of the device.
+
+    Parameters on the CPU and a group of NCCL are what FSDP's CPUOffloadPolicy leads to.
+    """
+    if not isinstance(group, TorchGroup):
+        return
+    try:
+        group.process_group._get_backend(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the parameters lie on {device.type}, for which their process group has no backend: make it with "
+            'init_process_group(backend="cpu:gloo,cuda:nccl"), which serves both, as CPUOffloadPolicy needs'
+        ) from error
 
 
 def check_same_ranks(parameter: Tensor, name: str, group: Group) -> None:
@@ -64,6 +91,50 @@ def check_same_group(given: ProcessGroupLike, replicas: Group, group: Group) -> 
             f"group={given} has ranks {sorted(replicas.ranks)}, while the DTensor parameters of this optimizer "
             f"lie on ranks {sorted(group.ranks)}: both must have the same ranks"
         )
+
+
+def names_of_new(
+    group: dict[str, Any],
+    known: Mapping[Tensor, str],
+    defaults: Mapping[str, Any],
+    ranks: Group,
+    *,
+    number: int,
+    optimizer: str,
+) -> dict[Tensor, str]:
+    """The names of a new group's parameters, whose "params" becomes a list.
+
+    Args:
+        group: as the user gave it.
+        known: the parameters that are in other groups.
+        defaults: the options of the optimizer.
+        ranks: those that step together.
+        number: of the group, for errors.
+        optimizer: its name, for errors.
+
+    Raises:
+        TypeError: a parameter is no tensor.
+        ValueError: an option or a parameter is not allowed.
+    """
+    check_group(group, defaults, number, optimizer)
+    group["params"] = given = listed(group["params"])
+    matrix = group.get("algorithm", "matrix") == "matrix"
+    names: dict[Tensor, str] = {}
+    for place, (entry, told) in enumerate(zip_longest(given, group.get("param_names", ())[: len(given)])):
+        name, parameter = entry if isinstance(entry, tuple) else (told, entry)
+        name = name or f"parameter {place} of group {number}"
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"{name} is {type(parameter).__name__}; a Tensor is needed")
+        other = names.get(parameter) or known.get(parameter)
+        if other is not None:
+            raise ValueError(f"{name} is the same tensor as {other}: a tied tensor is given once")
+        check_parameter(parameter, name, matrix=matrix)
+        if matrix:
+            check_views(parameter, name, group)
+            warn_of_views(parameter, name, group)
+        check_same_ranks(parameter, name, ranks)
+        names[parameter] = name
+    return names
 
 
 def listed(parameters: Tensor | Iterable[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dion_core.collectives import split
+from dion_core.collectives import Group, split
 from dion_core.layout import Axis
 from dion_core.neurons import message_lengths
 from dion_core.ops import neuron_factors_, neuron_factors_of_rows_, neuron_scale, sums_of_squares
@@ -77,8 +77,10 @@ class NeuronNormalizer:
         beta2: float | Tensor,
     ) -> Steps[Tensor]:
         columns = bucket.shape[1]
-        if bucket.layout.axis is Axis.COLUMNS:
-            sums = yield from _over_columns(sums_of_squares(rows, selection), bucket)
+        if bucket.layout.column_groups:
+            sums = sums_of_squares(rows, selection)
+            for group in bucket.layout.column_groups:
+                sums = yield from _over_columns(sums, group, bucket.name)
             factor, message = neuron_factors_(second_moment, selection, sums, columns=columns, beta2=beta2)
         else:
             factor, message = neuron_factors_of_rows_(second_moment, selection, rows, columns=columns, beta2=beta2)
@@ -92,9 +94,9 @@ class NeuronNormalizer:
         )
 
 
-def _over_columns(sums: Tensor, bucket: Bucket) -> Steps[Tensor]:
+def _over_columns(sums: Tensor, group: Group, name: str) -> Steps[Tensor]:
     """(N, K) sums over whole rows: the sum of all ranks' sums, in rank order."""
-    group = bucket.group.named(f"row statistics of {bucket.name}")
+    group = group.named(f"row statistics of {name}")
     gathered = sums.new_empty(group.size, sums.numel())
     handle = group.all_gather(gathered.unbind(), sums.flatten())
     yield

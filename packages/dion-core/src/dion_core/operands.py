@@ -128,10 +128,12 @@ class _DeviceTable:
     def __init__(self, buckets: Sequence[MatrixBucket], numbers: Sequence[int]) -> None:
         self.numbers = numbers
         sizes = [bucket.bucket.num_matrices for bucket in buckets for _ in ROLES]
-        self._ragged = [bucket.ragged for bucket in buckets]
+        self._plain = [bucket.ragged or not bucket.addressable for bucket in buckets]
         for bucket in buckets:
             if bucket.ragged:
                 logger.info("%s: ranks hold different numbers of rows; plain torch, not kernels", bucket.bucket.name)
+            elif not bucket.addressable:
+                logger.info("%s: tensors that wrap others; plain torch, not kernels", bucket.bucket.name)
         self._values = DeviceNumbers(sum(sizes), len(SCALARS) * len(buckets), buckets[0].bucket.device)
         places = torch.split_with_sizes(self._values.integers, sizes)
         self._places = [places[start : start + len(ROLES)] for start in range(0, len(places), len(ROLES))]
@@ -143,11 +145,11 @@ class _DeviceTable:
         made: list[Operands] = []
         addresses: list[int] = []
         values: list[float] = []
-        tables = zip(given, self._places, self._scalars, self._known, self._ragged, strict=True)
-        for operands, places, scalars, known, ragged in tables:
+        tables = zip(given, self._places, self._scalars, self._known, self._plain, strict=True)
+        for operands, places, scalars, known, plain in tables:
             for role, place in zip(ROLES, places, strict=True):
                 tensors = getattr(operands, role)
-                if ragged:  # of different shapes, which no kernel can go through
+                if plain:  # of different shapes or without addresses: no kernel can go through them
                     known[role] = tensors
                     addresses += [0] * len(place)
                     continue

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
 from typing import Any, ClassVar, cast
 
 import torch
@@ -15,28 +14,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dion_core.capture import StepGraph, check_capturable, form
-from dion_core.collectives import watch_stream
+from dion_core.checkpoint import START, read_groups, write_groups_
+from dion_core.copies import differing_copies
 from dion_core.layerwise import keeping_for
-from dion_core.membership import check_same_group, check_same_ranks, listed, replica_group, stepping_group
+from dion_core.membership import check_same_group, listed, names_of_new, replica_group, stepping_group
 from dion_core.operands import Operands, Rates, StepOperands
 from dion_core.options import (
     STRUCTURAL,
     check_group,
     check_options,
-    check_parameter,
-    identity,
-    structure,
+    identity_of,
+    structure_of,
     warn_of_group,
 )
 from dion_core.pipeline import agree_on_rows, step_elementwise, step_matrices
-from dion_core.placements import row_state_like
 from dion_core.plan import Plan, prepare
 from dion_core.preflight import compare_plans, report_failure
 from dion_core.presence import Presence
+from dion_core.process_groups import watch_stream
 from dion_core.report import Report, make_report
 from dion_core.rules import Rule
-from dion_core.state import WAITED, State, carried_state, loaded_state
-from dion_core.views import check_views, is_flattened, warn_of_views
+from dion_core.state import WAITED, carried_state, loaded_state, loaded_states, waiting_times
 
 logger = logging.getLogger("dion_core")
 
@@ -48,6 +46,8 @@ class MatrixOptimizer(Optimizer):
 
     Construction is collective: all ranks that hold the parameters build the optimizer together, compare their
     plans, and raise alike if one of them cannot. So are `add_param_group` and `load_state_dict`.
+
+    `state_dict` is no collective: each rank gets its part of the state, and groups of plain data (see `checkpoint`).
     """
 
     rule: ClassVar[Rule]
@@ -84,8 +84,9 @@ class MatrixOptimizer(Optimizer):
             check_same_group(given_group, self._replicas, self._group)
             check_options({**options, "nonfinite": self._nonfinite})
             self._keeping = keeping_for(self._given_state, self._group, replicated=self._replicated)
-            super().__init__(cast(Parameters, entries), {"algorithm": "matrix", **options})
+            super().__init__(cast(Parameters, entries), {"algorithm": "matrix", **options, **START})
             self.register_state_dict_pre_hook(lambda optimizer: self._follow_parameters())
+            self.register_state_dict_post_hook(_write_groups)
             self._skipped = torch.zeros((), device=self._device)
             plan = self._make_plan()
         self._adopt(plan)
@@ -169,7 +170,8 @@ class MatrixOptimizer(Optimizer):
             skip_nonfinite=self._nonfinite == "skip",
             found_inf=getattr(self, "found_inf", None),
         )
-        others = [step_elementwise(plan, self.state, presence, rates), *(values.share() for values in plan.shared)]
+        own = step_elementwise(plan, self.state, presence, rates)
+        others = [own, *(values.share() for values in plan.shared)]
         step_matrices(plan, operands, presence, others)
         self._skipped += presence.skipped
 
@@ -206,11 +208,8 @@ class MatrixOptimizer(Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and state as torch's optimizers give them, and "transport": what the transport has learned."""
-        state: dict[str, Any] = super().state_dict()
-        if self._plan is not None and self._plan.session is not None:
-            state["transport"] = self._plan.session.state_dict()
-        return self._keeping.marked(state)
+        """Groups and state as torch's optimizers give them; in layer-wise mode, what this rank keeps."""
+        return self._keeping.marked(super().state_dict())
 
     def full_state_dict(self, to: int | None = None) -> dict[str, Any]:
         """The whole state in plain tensors on the CPU, which loads at any number of ranks and in any mode. Collective.
@@ -230,27 +229,29 @@ class MatrixOptimizer(Optimizer):
         """Takes back what `state_dict` gave; every state tensor keeps its documented dtype. Collective.
 
         Raises:
-            ValueError: a state tensor does not fit this optimizer; nothing is changed then.
+            ValueError: something does not fit this optimizer; nothing is changed then.
             TransportError: ranks disagree.
         """
         self._follow_parameters()
         before = self.param_groups, self.state
         try:
             with self._raised_by_all():
-                state_dict = self._keeping.own_part(state_dict, self._parameters())
-                loaded = self._checked_state(state_dict)
-                super().load_state_dict(state_dict)
-                for group, live in zip(self.param_groups, before[0], strict=True):
-                    for name, value in live.items():
-                        group.setdefault(name, value)  # what the saved group does not say stays as it is
-                self.state.update({**before[1], **loaded})
+                given = dict(state_dict)
+                for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                    given = pre_hook(self, given) or given
+                given = self._keeping.own_part(given, self._parameters())
+                groups, learned = self._checked_groups(given)
+                loaded = loaded_states(given, self._parameters(), self._names, self.state)
+                self.param_groups, self.state = groups, defaultdict(dict, {**before[1], **loaded})
                 plan = self._make_plan()
             self._adopt(plan)
         except Exception:
             self.param_groups, self.state = before
             raise
         if plan.session is not None:
-            plan.session.load_state_dict(state_dict.get("transport", {}))
+            plan.session.load_state_dict(learned)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def report(self) -> Report:
         """What was planned, and what happened since the last report, on this rank, as plain data.
@@ -261,6 +262,21 @@ class MatrixOptimizer(Optimizer):
         num_steps, self._num_steps = self._num_steps, 0
         past, self._past = self._past, [0, 0, 0]
         return make_report(self._plan, self.state, num_steps, self._skipped, past)
+
+    def check_replicas(self) -> list[str]:
+        """Which copies of parameters and state differ between ranks, a line each by name; empty if all are bit-equal.
+
+        Of replicated parameters (DDP, HSDP) and of what is replicated beside a split. Collective, for use in between
+        steps: it reads all of them once, and waits for the device.
+        """
+        tensors = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                name = self._names[parameter]
+                tensors[name] = parameter, parameter
+                for key, value in self.state.get(parameter, {}).items():
+                    tensors[f"{name} ({key})"] = value, parameter
+        return differing_copies(tensors, self._group, self._replicas, self._device)
 
     @contextmanager
     def _raised_by_all(self) -> Iterator[None]:
@@ -276,46 +292,19 @@ class MatrixOptimizer(Optimizer):
         raise TypeError(f"{type(self).__name__} cannot be pickled or deep-copied; save and load its state_dict()")
 
     def _add_group(self, group: dict[str, Any]) -> None:
-        names = self._check_new_group(group)
-        warn_of_group(group, len(self.param_groups), type(self).__name__)
+        number, name = len(self.param_groups), type(self).__name__
+        names = names_of_new(group, self._names, self.defaults, self._group, number=number, optimizer=name)
+        warn_of_group(group, number, name)
         super().add_param_group(dict(group))
         self._names.update(names)
         self._init_state(self.param_groups[-1])
 
-    def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[Tensor, State]:
-        """Copies of the saved states by parameter; raises ValueError for what does not fit, changing nothing."""
-        name = type(self).__name__
-        for number, (saved, live) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
-            check_group({**live, **saved}, {**self.defaults, **live}, number, name)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        return {
-            parameter: loaded_state(self._names[parameter], saved, self.state.get(parameter))
-            for number, parameter in zip(numbers, self._parameters(), strict=False)
-            if (saved := state_dict["state"].get(number))
-        }
-
-    def _check_new_group(self, group: dict[str, Any]) -> dict[Tensor, str]:
-        """The names of the group's parameters; raises ValueError before anything of the optimizer has changed."""
-        number = len(self.param_groups)
-        check_group(group, self.defaults, number, type(self).__name__)
-        group["params"] = given = listed(group["params"])
-        matrix = group.get("algorithm", "matrix") == "matrix"
-        names: dict[Tensor, str] = {}
-        for place, (entry, known) in enumerate(zip_longest(given, group.get("param_names", ())[: len(given)])):
-            name, parameter = entry if isinstance(entry, tuple) else (known, entry)
-            name = name or f"parameter {place} of group {number}"
-            if not isinstance(parameter, Tensor):
-                raise TypeError(f"{name} is {type(parameter).__name__}; a Tensor is needed")
-            other = names.get(parameter) or self._names.get(parameter)
-            if other is not None:
-                raise ValueError(f"{name} is the same tensor as {other}: a tied tensor is given once")
-            check_parameter(parameter, name, matrix=matrix)
-            if matrix:
-                check_views(parameter, name, group)
-                warn_of_views(parameter, name, group)
-            check_same_ranks(parameter, name, self._group)
-            names[parameter] = name
-        return names
+    def _checked_groups(self, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """New groups from the saved ones, and what the transport had learned; raises ValueError, changing nothing."""
+        groups, learned = read_groups(state_dict["param_groups"], self.param_groups)
+        for number, (group, live) in enumerate(zip(groups, self.param_groups, strict=True)):
+            check_group(group, {**self.defaults, **live}, number, type(self).__name__)
+        return groups, learned
 
     def _init_state(self, group: dict[str, Any]) -> None:
         """Makes the state of every trainable parameter of a group that has none yet."""
@@ -335,29 +324,34 @@ class MatrixOptimizer(Optimizer):
     def _adopt(self, plan: Plan) -> None:
         """Compares the plan with the other ranks' and opens its transport. Collective."""
         kind = f"{type(self).__name__}, nonfinite={self._nonfinite!r}, state={self._keeping!r}"
-        compare_plans([kind, *plan.describe()], self._group, self._device)
+        compare_plans([kind, *plan.describe()], self._group, self._device, own=plan.describe_own())
         plan.open()
         prepare(plan.buckets)
         self._keeping.adopt(plan, self.state)
-        for bucket in plan.buckets:
-            for member in bucket.members if bucket.may_defer else ():
-                flatten = is_flattened(member.parameter, member.group)
-                waited = row_state_like(member.parameter, torch.int32, flatten=flatten)
-                self.state[member.parameter].setdefault(WAITED, waited)
+        self._set_waiting(plan)
         if self._plan is not None:
             self._past = [past + count for past, count in zip(self._past, self._plan.row_counts(), strict=True)]
         self._plan = plan
         self._operands, self._rates = StepOperands(plan.stepped), Rates(plan.elementwise)
         self._num_plans += 1
-        self._structure = [structure(group) for group in self.param_groups]
-        self._identities = [identity(group) for group in self.param_groups]
+        self._structure = [structure_of(group) for group in self.param_groups]
+        self._identities = [identity_of(group) for group in self.param_groups]
+
+    def _set_waiting(self, plan: Plan) -> None:
+        """Provides for waiting times where rows may be deferred; where they cannot, none waits."""
+        for member in plan.deferring:
+            self.state[member.parameter].setdefault(WAITED, waiting_times(member.parameter, member.group))
+        may_wait = {member.number for member in plan.deferring}
+        for member in plan.members:
+            if member.number not in may_wait and WAITED in self.state[member.parameter]:
+                self.state[member.parameter][WAITED].zero_()
 
     def _follow_parameters(self) -> None:
         """Starts anew with parameters that stand in the place of others, or lie on another device. Collective then.
 
         Frameworks that shard or move a model after the optimizer was built from it do so before the first step.
         """
-        if self._plan is None or [identity(group) for group in self.param_groups] == self._identities:
+        if self._plan is None or [identity_of(group) for group in self.param_groups] == self._identities:
             return
         parameters = self._parameters()
         carried = carried_state(self.state, self._names, parameters, stepped=self._stepped)
@@ -379,10 +373,10 @@ class MatrixOptimizer(Optimizer):
     def _current_plan(self) -> Plan:
         """The plan, made again where parameters began or ceased to require gradients."""
         self._follow_parameters()
-        now = [structure(group) for group in self.param_groups]
-        if now != self._structure:
-            for number, (values, planned) in enumerate(zip(now, self._structure, strict=True)):
-                for name, value, before in zip(STRUCTURAL, values, planned, strict=False):
+        structure = [structure_of(group) for group in self.param_groups]
+        if structure != self._structure:
+            for number, (now, planned) in enumerate(zip(structure, self._structure, strict=True)):
+                for name, value, before in zip(STRUCTURAL, now, planned, strict=False):
                     if value != before:
                         raise ValueError(
                             f"{name}={value!r} in parameter group {number}: it was {before!r} when the plan was "
@@ -395,3 +389,10 @@ class MatrixOptimizer(Optimizer):
             self._adopt(plan)
         assert self._plan is not None
         return self._plan
+
+
+def _write_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """The first hook on a new state dict, so that the hooks of others see what is saved."""
+    assert isinstance(optimizer, MatrixOptimizer)
+    session = optimizer._plan.session if optimizer._plan is not None else None
+    write_groups_(state_dict["param_groups"], session.state_dict() if session is not None else {})

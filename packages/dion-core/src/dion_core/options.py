@@ -155,15 +155,15 @@ def warn_of_group(group: Mapping[str, Any], number: int, optimizer: str) -> None
         logger.warning("parameter group %d has algorithm=%r and takes the lr of the matrices", number, algorithm)
 
 
-def identity(group: Mapping[str, Any]) -> tuple[int, ...]:
-    """Tells whether it is the group that the plan was made from, with its parameters where they were."""
-    parameters = group["params"]
-    return (id(group), hash(parameters[0].device) if parameters else 0, *map(id, parameters))
-
-
-def structure(group: Mapping[str, Any]) -> tuple[Any, ...]:
+def structure_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What the plan is made from: the structural options and which parameters are trainable."""
     trainable = tuple(parameter.requires_grad for parameter in group["params"])
     values = (group.get(name) for name in STRUCTURAL)
     # A list is copied, since it could be changed in place.
     return (*(tuple(value) if isinstance(value, list) else value for value in values), trainable)
+
+
+def identity_of(group: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tells whether it is the group that the plan was made from, with its parameters where they were."""
+    parameters = group["params"]
+    return (id(group), hash(parameters[0].device) if parameters else 0, *map(id, parameters))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-
-from dion_core.collectives import Group
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 PARTS = 4
 """A bucket that holds more than this part of a rank's work is cut, so that its messages overlap with its work."""
@@ -22,7 +21,21 @@ def newton_schulz_cost(rows: int, columns: int) -> int:
     return max(rows, columns) * min(rows, columns) ** 2
 
 
-def assign_owners(costs: Sequence[int], groups: Sequence[Group]) -> tuple[list[int], dict[tuple[int, ...], list[int]]]:
+Loads = dict[tuple[int, ...], list[int]]
+"""For each set of global ranks the load of each."""
+
+
+class Ranked(Protocol):
+    """Ranks that share work: a group or a layout."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Their global numbers."""
+
+
+def assign_owners(
+    costs: Sequence[int], groups: Sequence[Ranked], before: Mapping[tuple[int, ...], Sequence[int]] | None = None
+) -> tuple[list[int], Loads]:
     """The owner of every matrix, longest first to the least loaded rank, with one running load a group.
 
     Ties go to the earlier matrix and the lower rank, so that every rank computes the same answer.
@@ -30,14 +43,19 @@ def assign_owners(costs: Sequence[int], groups: Sequence[Group]) -> tuple[list[i
     Args:
         costs: of every matrix of the optimizer, all shapes together.
         groups: the ranks that may own each matrix.
+        before: loads that ranks have from other matrices, in sets that need not be those of `groups`.
 
     Returns:
-        The owner's rank in its group, by matrix; and for each set of ranks the final load by rank.
+        The owner's place among those ranks, by matrix; and for each set of ranks the final load by rank.
     """
-    loads: dict[tuple[int, ...], list[int]] = {}
+    earlier: Counter[int] = Counter()
+    for ranks, of_ranks in (before or {}).items():
+        earlier.update(dict(zip(ranks, of_ranks, strict=True)))
+    loads: Loads = {}
     owners = [0] * len(costs)
     for matrix in sorted(range(len(costs)), key=lambda number: -costs[number]):
-        load = loads.setdefault(groups[matrix].ranks, [0] * groups[matrix].size)
+        ranks = groups[matrix].ranks
+        load = loads.setdefault(ranks, [earlier[rank] for rank in ranks])
         owner = load.index(min(load))
         owners[matrix] = owner
         load[owner] += costs[matrix]

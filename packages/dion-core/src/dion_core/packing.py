@@ -264,6 +264,12 @@ class SlotExchange(Exchange):
         handle.wait()
         return rows
 
+    def num_results(self) -> int:
+        return self.plan.num_slots
+
+    def result_slot(self, selection: RowSelection) -> Tensor:
+        return self.plan.slot
+
     def traffic(self) -> Traffic:
         size = torch.empty(0, dtype=self.bucket.dtype).element_size()
         forward = tuple(count * size for count in self.plan.elements_sent)

@@ -1,4 +1,4 @@
-"""One step of the parameters; of the matrices, from gradients to weights, for every optimizer and every transport.
+"""One step, from gradients to weights, for every optimizer and every transport.
 
 accumulate + score -> gather scores -> select -> admit -> reserve -> take + decay -> orthogonalize (owner)
 -> normalize -> decay weights + add. The buckets' exchanges are interleaved, so that the messages of one are
@@ -7,7 +7,7 @@ under way while another computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -17,14 +17,14 @@ from dion_core.buckets import MatrixBucket
 from dion_core.collectives import Group, split
 from dion_core.delivery import Target, Update
 from dion_core.elementwise import adamw_, lion_
-from dion_core.layout import Axis
+from dion_core.layout import in_pieces
 from dion_core.operands import Gradients, Operands, States
 from dion_core.ops import accumulate_, take_and_decay_, update_, wait_, with_age
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan
 from dion_core.presence import Presence
 from dion_core.rows import RowSelection, overflowing_rows
-from dion_core.selection import whole_scores
+from dion_core.selection import added_scores, whole_scores
 from dion_core.steps import Steps, interleave, run
 
 BUCKETS_IN_FLIGHT = 2
@@ -65,30 +65,11 @@ def step_matrices(
         _apply(target, operands[target.number], active[target.number], [moves[number] for number in target.sources])
         for target in plan.targets
     ]
-    interleave([*others, *stages], in_flight=BUCKETS_IN_FLIGHT)
-
-
-def step_elementwise(plan: Plan, state: States, presence: Presence, rates: Sequence[float | Tensor]) -> Steps[None]:
-    """Updates the AdamW and Lion parameters and their state in place, at once: nothing is sent.
-
-    Args:
-        plan: of the optimizer.
-        state: of all parameters.
-        presence: the gradients of the step.
-        rates: the learning rate of each group of `plan.elementwise`.
-    """
-    for members, rate in zip(plan.elementwise, rates, strict=True):
-        options = members[0].group
-        parameters = [local_tensor(member.parameter) for member in members]
-        gradients = [presence.gradients[member.number] for member in members]
-        states = [{key: local_tensor(value) for key, value in state[member.parameter].items()} for member in members]
-        active = [presence.masks[member.number].to(parameters[0].device) for member in members]
-        common = {key: options[key] for key in ("betas", "weight_decay", "maximize")} | {"lr": rate}
-        if options["algorithm"] == "adamw":
-            adamw_(parameters, gradients, states, active, epsilon=options["epsilon"], **common)
-        else:
-            lion_(parameters, gradients, states, active, **common)
-    yield from ()
+    for line in plan.lines:  # what ranks do not have in common must not change the order of what they have
+        of_line = [stage for stage, target in zip(stages, plan.targets, strict=True) if target.bucket.line == line]
+        interleave([*others, *of_line], in_flight=BUCKETS_IN_FLIGHT)
+        others = ()
+    interleave(others, in_flight=BUCKETS_IN_FLIGHT)  # where there are no buckets
 
 
 def agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients], state: States) -> list[Gradients]:
@@ -99,55 +80,77 @@ def agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients
     agreed = list(gradients)
     flags: dict[Group, list[tuple[int, Tensor]]] = {}
     for number, bucket in enumerate(buckets):
-        layout = bucket.bucket.layout
-        if layout.axis is Axis.COLUMNS:
+        groups = bucket.bucket.layout.column_groups
+        if groups:
             left_out = overflowing_rows(
                 bucket.matrices([local_tensor(state[member.parameter]["momentum"]) for member in bucket.members]),
                 gradients[number],
                 maximize=bucket.options["maximize"],
             )
-            flags.setdefault(layout.group, []).append((number, left_out.to(torch.uint8)))
+            flags.setdefault(groups[0], []).append((number, left_out.to(torch.uint8)))
     for group, entries in flags.items():
         message = torch.cat([left_out.flatten() for _, left_out in entries])
         group.named("rows that are not finite").all_reduce(message, "max").wait()
         for number, left_out in entries:
             part, message = message[: left_out.numel()], message[left_out.numel() :]
             agreed[number] = [
-                None if gradient is None else torch.where(row[:, None], torch.nan, gradient)
+                None if gradient is None else torch.where(row[: len(gradient), None], torch.nan, gradient)
                 for gradient, row in zip(gradients[number], part.view(left_out.shape).bool(), strict=True)
             ]
     return agreed
 
 
 def _gather_scores(buckets: Sequence[MatrixBucket], scores: Sequence[Tensor]) -> list[Tensor]:
-    """For every bucket the scores its selector needs: of the whole matrices, or this rank's own.
+    """For every bucket the scores its selector needs: of the whole matrices, or of this rank's own rows."""
+    known = list(scores)
+    # Rows of which ranks hold some columns each have their scores added up first.
+    parts = [
+        layout.outer[-1].group if bucket.selector.needs_scores and layout.outer and layout.column_groups else None
+        for bucket in buckets
+        if (layout := bucket.bucket.layout)
+    ]
+    lengths = [[score.numel()] * (group.size if group else 0) for group, score in zip(parts, known, strict=True)]
+    for n, gathered, starts in _gathered(parts, known, lengths):
+        known[n] = added_scores(known[n], gathered, starts)
+    lines, lengths = [], []
+    for bucket in buckets:
+        layout = bucket.bucket.layout
+        lines.append(layout.group if bucket.selector.needs_all_scores and in_pieces(layout) else None)
+        lengths.append([layout.num_matrices * layout.max_rows(rank) for rank in range(layout.group.size)])
+    for n, gathered, starts in _gathered(lines, known, lengths):
+        known[n] = whole_scores(known[n], gathered, starts, buckets[n].tables)
+    return known
+
+
+def _gathered(
+    groups: Sequence[Group | None], scores: Sequence[Tensor], lengths: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, Tensor, tuple[int, ...]]]:
+    """For every bucket with a group its number, scores of all ranks, and where those of each rank begin in them.
 
     All buckets of one group and dtype share one message.
+
+    Args:
+        groups: that gather, by bucket; None where nothing is gathered.
+        scores: of this rank, by bucket.
+        lengths: how many scores every rank of the group has, by bucket.
     """
     messages: dict[tuple[Group, torch.dtype], list[int]] = {}
-    for number, (bucket, score) in enumerate(zip(buckets, scores, strict=True)):
-        layout = bucket.bucket.layout
-        if bucket.selector.needs_all_scores and layout.axis in (Axis.ROWS, Axis.COLUMNS):
-            messages.setdefault((layout.group, score.dtype), []).append(number)
-    known = list(scores)
+    for number, (group, score) in enumerate(zip(groups, scores, strict=True)):
+        if group is not None:
+            messages.setdefault((group, score.dtype), []).append(number)
     pending = []
     for (group, _), numbers in messages.items():
         tensors = [scores[n].flatten() for n in numbers]
         message = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-        lengths = [
-            [buckets[n].bucket.num_matrices * buckets[n].bucket.layout.max_rows(rank) for n in numbers]
-            for rank in range(group.size)
-        ]
-        gathered = message.new_empty(sum(map(sum, lengths)))
-        outputs = split(gathered, [sum(of_rank) for of_rank in lengths])
-        starts = list(accumulate([length for of_rank in lengths for length in of_rank], initial=0))
+        by_rank = [[lengths[n][rank] for n in numbers] for rank in range(group.size)]
+        gathered = message.new_empty(sum(map(sum, by_rank)))
+        outputs = split(gathered, [sum(of_rank) for of_rank in by_rank])
+        starts = list(accumulate([length for of_rank in by_rank for length in of_rank], initial=0))
         pending.append((group.named("row scores").all_gather(outputs, message), numbers, gathered, starts))
     for handle, numbers, gathered, starts in pending:
         handle.wait()
         for place, n in enumerate(numbers):
-            of_bucket = tuple(starts[place : -1 : len(numbers)])
-            known[n] = whole_scores(scores[n], gathered, of_bucket, buckets[n].tables)
-    return known
+            yield n, gathered, tuple(starts[place : -1 : len(numbers)])
 
 
 def _move(bucket: MatrixBucket, operands: Operands, chosen: RowSelection) -> Steps[Update]:
@@ -194,3 +197,19 @@ def _apply(target: Target, operands: Operands, active: Tensor, moves: Sequence[S
         cautious=bucket.options.get("cautious_weight_decay", False),
         scale=bucket.scale,
     )
+
+
+def step_elementwise(plan: Plan, states: States, presence: Presence, rates: Sequence[float | Tensor]) -> Steps[None]:
+    """Updates the parameters of AdamW and Lion and their state in place, at once: nothing is sent."""
+    for members, rate in zip(plan.elementwise, rates, strict=True):
+        options = members[0].group
+        parameters = [local_tensor(member.parameter) for member in members]
+        gradients = [presence.gradients[member.number] for member in members]
+        of_members = [{key: local_tensor(value) for key, value in states[m.parameter].items()} for m in members]
+        active = [presence.masks[member.number].to(parameters[0].device) for member in members]
+        common = {key: options[key] for key in ("betas", "weight_decay", "maximize")} | {"lr": rate}
+        if options["algorithm"] == "adamw":
+            adamw_(parameters, gradients, of_members, active, epsilon=options["epsilon"], **common)
+        else:
+            lion_(parameters, gradients, of_members, active, **common)
+    yield from ()

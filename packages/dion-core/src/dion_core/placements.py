@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import product
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
-from dion_core.collectives import Group, SoloGroup, group_of
-from dion_core.layout import Axis, Layout, shard_segments, split_layout
+from dion_core.collectives import Group, SoloGroup
+from dion_core.layout import Axis, Layout, OuterAxis, Segment, split_layout
+from dion_core.meshes import MeshAxes, mesh_axes, split_dim
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -28,21 +27,29 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
-def mesh_group(mesh: DeviceMesh) -> Group:
-    """All ranks of a mesh as one group. Collective where that group does not exist yet."""
-    if mesh.size() == 1:
-        return SoloGroup()
-    wide = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-    if len(wide) == 1:
-        return group_of(mesh.get_group(wide[0]))
-    if mesh.size() == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return group_of(dist.group.WORLD)
-    return group_of(mesh._flatten().get_group())
+@dataclass(frozen=True)
+class Place:
+    """Where the matrices of one parameter lie.
+
+    Attributes:
+        layout: of each of those matrices that this rank holds parts of.
+        leading: of every leading dimension of a stack the (first, number) of the places whose matrices those are.
+        divided: other ranks hold other matrices of the stack.
+    """
+
+    layout: Layout
+    leading: tuple[Segment, ...] = ()
+    divided: bool = False
 
 
-def parameter_layouts(parameter: Tensor, name: str, replicas: Group, *, flatten: bool = False) -> list[Layout]:
-    """Where each of the matrices lies that a parameter holds: one, or those of a stack.
+def has_address(tensor: Tensor) -> bool:
+    """Whether this rank's part has memory of its own (or no elements); a tensor that wraps others has none."""
+    part = local_part(tensor)
+    return not part.numel() or part.data_ptr() != 0
+
+
+def parameter_place(parameter: Tensor, name: str, replicas: Group, *, flatten: bool = False) -> Place:
+    """Where the matrices lie that a parameter holds: one, or those of a stack. Collective if a group is made for it.
 
     Args:
         parameter: a DTensor, whose mesh and placements say it, or a plain tensor.
@@ -57,77 +64,58 @@ def parameter_layouts(parameter: Tensor, name: str, replicas: Group, *, flatten:
     leading = () if flatten else parameter.shape[:-2]
     if not isinstance(parameter, DTensor):
         axis = Axis.WHOLE if replicas.size == 1 else Axis.REPLICATED
-        return [split_layout(replicas, axis, shape)] * math.prod(leading)
-    mesh, split = parameter.device_mesh, _split_mesh_dims(parameter)
-    if not split:
-        group = mesh_group(mesh)
-        axis = Axis.WHOLE if group.size == 1 else Axis.REPLICATED
-        return [split_layout(group, axis, shape)] * math.prod(leading)
-    dim = _checked_shard(parameter, name, flatten)
-    group = group_of(mesh.get_group(split[0]))
-    pieces = shard_segments(parameter.shape[dim], group.size)
-    expected, local = list(parameter.shape), tuple(local_tensor(parameter).shape)
-    expected[dim] = pieces[group.rank][1]
-    if tuple(expected) != local:
+        return Place(split_layout(replicas, axis, shape), tuple((0, length) for length in leading))
+    axes = _checked_axes(parameter, name, flatten)
+    return Place(
+        _layout(axes, shape, rows=len(leading), columns=len(leading) + 1),
+        tuple(axes.held(dim, length) for dim, length in enumerate(leading)),
+        divided=any(dim < len(leading) for dim in axes.splits),
+    )
+
+
+def _layout(axes: MeshAxes, shape: tuple[int, int], *, rows: int, columns: int) -> Layout:
+    """The layout of a matrix whose rows and columns are those dimensions of the tensor."""
+    by_rows, by_columns = axes.splits.get(rows, ()), axes.splits.get(columns, ())
+    inner = by_rows or by_columns
+    if not inner:
+        group = axes.group(axes.copies)
+        if group.size == 1:
+            return split_layout(SoloGroup(ranks=axes.ranks(())), Axis.WHOLE, shape)
+        return split_layout(group, Axis.REPLICATED, shape)
+    pieces = axes.segments(rows, shape[0]) if by_rows else axes.segments(columns, shape[1])
+    segments = tuple(((piece,),) for piece in pieces)
+    outer, beside = [], axes.copies
+    if axes.copies:
+        outer.append(OuterAxis(axes.group(axes.copies), Axis.REPLICATED))
+    if by_rows and by_columns:
+        outer.append(OuterAxis(axes.group(by_columns), Axis.COLUMNS, axes.segments(columns, shape[1])))
+        beside = (*beside, *by_columns)
+    axis = Axis.ROWS if by_rows else Axis.COLUMNS
+    workers = axes.ranks((*beside, *inner)) if outer else ()
+    return Layout(axes.group(inner), axis, shape, segments, tuple(outer), workers)
+
+
+def _checked_axes(parameter: DTensor, name: str, flatten: bool) -> MeshAxes:
+    axes, placements = mesh_axes(parameter), tuple(parameter.placements)
+    if axes is None:
         raise ValueError(
-            f"{name}: rank {group.rank} holds {local} of {tuple(parameter.shape)} with Shard({dim}) "
-            f"over {group.size} ranks; {tuple(expected)} was expected"
+            f"{name}: placements {placements} on {parameter.device_mesh} are not supported; supported: Shard of any "
+            "dimension and Replicate() on any axes of the mesh, and _StridedShard as fully_shard makes it"
         )
-    if dim < len(leading):
-        return _spread_layouts(group, shape, leading, dim)
-    axis = Axis.ROWS if dim == len(leading) else Axis.COLUMNS
-    return [split_layout(group, axis, shape)] * math.prod(leading)
-
-
-def _checked_shard(parameter: DTensor, name: str, flatten: bool) -> int:
-    """The dimension along which the parameter is split over ranks."""
-    split, placements = _split_mesh_dims(parameter), parameter.placements
-    place = placements[split[0]]
-    if len(split) > 1 or type(place) is not Shard:
+    cut = sorted(dim for dim in axes.splits if flatten and dim)
+    if cut:
         raise ValueError(
-            f"{name}: placements {tuple(placements)} on {parameter.device_mesh} are not supported; "
-            "supported: Shard(0) or Shard(1), of a stack any Shard, on one mesh axis, Replicate() on the others"
+            f"{name}: Shard({cut[0]}) of shape {tuple(parameter.shape)} cuts the columns of the flattened matrix, "
+            "which is not supported; supported: Shard(0)"
         )
-    assert isinstance(place, Shard)
-    dim = place.dim % parameter.ndim
-    if flatten and dim:
+    expected = tuple(axes.held(dim, length)[1] for dim, length in enumerate(parameter.shape))
+    local = tuple(local_tensor(parameter).shape)
+    if expected != local:
         raise ValueError(
-            f"{name}: Shard({dim}) of shape {tuple(parameter.shape)} cuts the columns of the flattened matrix, which "
-            "is not supported; supported: Shard(0)"
+            f"{name}: rank {dist.get_rank()} holds {local} of {tuple(parameter.shape)} with placements {placements} on "
+            f"{parameter.device_mesh}; {expected} was expected"
         )
-    return dim
-
-
-def split_stack(parameter: Tensor) -> tuple[int, int, int] | None:
-    """The leading dimension along which ranks hold different matrices, the first one here, and how many there are.
-
-    None where there is no such dimension. For parameters that `parameter_layouts` takes.
-    """
-    if not isinstance(parameter, DTensor) or not (split := _split_mesh_dims(parameter)):
-        return None
-    place, mesh = parameter.placements[split[0]], parameter.device_mesh
-    dim = place.dim % parameter.ndim if isinstance(place, Shard) else parameter.ndim
-    if dim >= parameter.ndim - 2:
-        return None
-    rank = group_of(mesh.get_group(split[0])).rank
-    return dim, shard_segments(parameter.shape[dim], mesh.size(split[0]))[rank][0], parameter.shape[dim]
-
-
-def _split_mesh_dims(parameter: DTensor) -> list[int]:
-    """The mesh dimensions over which ranks hold different values."""
-    mesh = parameter.device_mesh
-    return [dim for dim, place in enumerate(parameter.placements) if mesh.size(dim) > 1 and place != Replicate()]
-
-
-def _spread_layouts(group: Group, shape: tuple[int, int], leading: Sequence[int], dim: int) -> list[Layout]:
-    """The matrices of a stack that is split along leading dimension `dim`: all rows of each lie on one rank."""
-    layouts = {}
-    pieces = shard_segments(leading[dim], group.size)
-    for index in range(leading[dim]):
-        holds = [offset <= index < offset + length for offset, length in pieces]
-        segments = tuple((((0, shape[0]),) if here else (),) for here in holds)
-        layouts[index] = Layout(group, Axis.ROWS, shape, segments)
-    return [layouts[place[dim]] for place in product(*map(range, leading))]
+    return axes
 
 
 def _matrix_shape(tensor: Tensor, flatten: bool) -> tuple[int, int]:
@@ -152,7 +140,7 @@ def row_state_like(parameter: Tensor, dtype: torch.dtype, *, flatten: bool = Fal
         return torch.zeros(shape, dtype=dtype, device=parameter.device)
     local = local_tensor(parameter)
     placements = [
-        Replicate() if isinstance(place, Shard) and place.dim % parameter.ndim >= kept else place
+        Replicate() if (dim := split_dim(place, parameter.ndim)) is not None and dim >= kept else place
         for place in parameter.placements
     ]
     zeros = torch.zeros(*local.shape[:kept], 1, dtype=dtype, device=local.device)

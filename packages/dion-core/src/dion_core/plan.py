@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from dion_core.buckets import MatrixBucket, Member, Part, make_buckets, needs_transport, stable_repr
+from dion_core.buckets import MatrixBucket, Member, Part, make_buckets, stable_repr
 from dion_core.collectives import Group
 from dion_core.delivery import Here, SharedValues, Target
-from dion_core.layout import Layout
+from dion_core.layout import Layout, in_pieces
 from dion_core.options import OPTIONS
 from dion_core.registry import Choice, choose_transport
-from dion_core.rows import accumulation_dtype
 from dion_core.rules import Rule
+from dion_core.sessions import open_session
 from dion_core.transport import Bucket, Scope, Session, Transport
 from dion_core.views import VIEW_KEYS, parameter_matrices
 
@@ -37,6 +38,7 @@ class Plan:
         choice: the transport, or None where no bucket needs one.
         loads: for each set of ranks its Newton-Schulz load by rank.
         groups: the parameter groups that it was made from.
+        in_pieces: the numbers of the members whose matrices lie in pieces on several ranks.
         session: the open transport; None before `open`, and where no bucket needs one.
     """
 
@@ -46,6 +48,7 @@ class Plan:
     choice: Choice | None
     loads: Mapping[tuple[int, ...], Sequence[int]]
     groups: Sequence[Mapping[str, Any]]
+    in_pieces: frozenset[int] = frozenset()
     session: Session | None = None
 
     state_mode = "like_parameters"
@@ -69,12 +72,34 @@ class Plan:
     @property
     def transported(self) -> Sequence[MatrixBucket]:
         """The buckets whose rows travel through the transport."""
-        return [bucket for bucket in self.buckets if needs_transport(bucket.bucket.layout)]
+        return [bucket for bucket in self.buckets if in_pieces(bucket.bucket.layout)]
+
+    @property
+    def lines(self) -> Sequence[tuple[int, ...] | None]:
+        """The sets of ranks that have the same buckets, in which collectives have one order: see `MatrixBucket.line`.
+
+        What all ranks have comes first.
+        """
+        lines = dict.fromkeys(target.bucket.line for target in self.targets)
+        return sorted(lines, key=lambda line: line is not None)
+
+    @property
+    def deferring(self) -> Sequence[Member]:
+        """The parameters of which rows may have to wait; those too whose matrices all lie on other ranks."""
+        may_defer = self.choice is not None and self.choice.transport.may_defer
+        return [member for member in self.members if may_defer and member.number in self.in_pieces]
+
+    def describe_own(self) -> tuple[list[str], list[str]]:
+        """Which matrices this rank has where others have others, and the plan for them: the same if those are."""
+        own = [bucket for bucket in self.buckets if bucket.line is not None]
+        return [part.name for bucket in own for part in bucket.parts], [bucket.describe() for bucket in own]
 
     @cached_property
     def exchange_groups(self) -> Sequence[Group]:
         """The sets of ranks that exchange something of a bucket, each once."""
-        return list(dict.fromkeys(bucket.bucket.layout.group for bucket in self.buckets))
+        layouts = [target.bucket.bucket.layout for target in self.targets]
+        groups = [group for layout in layouts for group in (layout.group, *(outer.group for outer in layout.outer))]
+        return list(dict.fromkeys(groups))
 
     def describe(self) -> list[str]:
         """The plan in lines that are the same on every rank."""
@@ -83,7 +108,7 @@ class Plan:
             *(_describe_member(member) for member in self.members),
             f"transport {stable_repr(self.choice.transport)}" if self.choice else "no transport",
             *(line for number, group in enumerate(self.groups) for line in _describe_options(number, group)),
-            *(target.bucket.describe() for target in self.targets),
+            *(target.bucket.describe() for target in self.targets if target.bucket.line is None),
         ]
 
     def row_counts(self) -> list[int]:
@@ -95,47 +120,35 @@ class Plan:
         """Opens the transport. Collective over the ranks of the buckets."""
         if self.choice is None:
             return
-        for group in dict.fromkeys(bucket.bucket.layout.group for bucket in self.transported):
+        layouts = [bucket.bucket.layout for bucket in self.transported]
+        outer = [axis.group for layout in layouts for axis in layout.outer]
+        for group in dict.fromkeys([*(layout.group for layout in layouts), *outer]):
             _warm_up(group, self.transported[0].bucket.device)
-        self.session = self.choice.transport.open([bucket.bucket for bucket in self.transported])
+        by_line = [[bucket.bucket for bucket in self.transported if bucket.line == line] for line in self.lines]
+        self.session = open_session(self.choice.transport, [buckets for buckets in by_line if buckets])
         for bucket, exchange in zip(self.transported, self.session.exchanges, strict=True):
             bucket.exchange = exchange
 
 
 def prepare(buckets: Sequence[MatrixBucket]) -> None:
-    """Compiles what takes longest on GPUs, all at a time: the orthogonalizers' kernels and those that choose rows."""
-    work: dict[Hashable, tuple[Callable[[], None], torch.device]] = {}
+    """Compiles the orthogonalizers' kernels for GPUs, all at a time, so that the first steps do not take so long."""
+    work: dict[Hashable, Callable[[], None]] = {}
     for entry in buckets:
         bucket, compile_for = entry.bucket, getattr(entry.orthogonalizer, "prepare", None)
-        if bucket.device.type != "cuda":
-            continue
-        work[entry.bucket.name, "rows"] = partial(_prepare_choice, entry), bucket.device
-        owned = len(bucket.owned(bucket.group.rank))
-        if compile_for is not None and owned:
+        owned = len(bucket.owned(bucket.rank))
+        if bucket.device.type == "cuda" and compile_for is not None and owned:
             key = (entry.orthogonalizer, bucket.device, bucket.dtype, owned, bucket.total_rows, bucket.shape[1])
-            work[key] = partial(_prepare_orthogonalizer, compile_for, bucket, owned), bucket.device
+            work[key] = partial(_prepare, compile_for, bucket, owned)
     if work:
         with ThreadPoolExecutor(max_workers=len(work)) as pool:
-            list(pool.map(lambda each: _on_own_stream(*each), work.values()))
+            list(pool.map(lambda each: each(), work.values()))
 
 
-def _on_own_stream(compile_and_run: Callable[[], None], device: torch.device) -> None:
-    with torch.no_grad(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-        compile_and_run()
+def _prepare(compile_for: Callable[[Tensor, int, int], None], bucket: Bucket, owned: int) -> None:
+    with torch.no_grad(), torch.cuda.device(bucket.device), torch.cuda.stream(torch.cuda.Stream(bucket.device)):
+        rows = torch.empty(0, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
+        compile_for(rows, owned, bucket.total_rows)
         torch.cuda.current_stream().synchronize()
-
-
-def _prepare_orthogonalizer(compile_for: Callable[[Tensor, int, int], None], bucket: Bucket, owned: int) -> None:
-    rows = torch.empty(0, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
-    compile_for(rows, owned, bucket.total_rows)
-
-
-def _prepare_choice(entry: MatrixBucket) -> None:
-    bucket, layout = entry.bucket, entry.bucket.layout
-    known = layout.shape[0] if entry.selector.needs_all_scores else layout.max_rows(layout.group.rank)
-    scores = torch.zeros(bucket.num_matrices, known, dtype=accumulation_dtype(bucket.dtype), device=bucket.device)
-    active = torch.zeros(bucket.num_matrices, dtype=torch.bool, device=bucket.device)
-    entry.selector.select(scores, entry.tables, active)
 
 
 def make_plan(
@@ -160,10 +173,10 @@ def make_plan(
     """
     members = trainable_members(groups, names)
     matrices = [m for m in members if m.group["algorithm"] == "matrix" and m.parameter.numel()]
-    parts, layouts = divided(matrices, replicas)
-    choice = choice_for(matrices, rule, transport, needed=any(map(needs_transport, layouts)))
+    parts, layouts, pieces = divided(matrices, replicas)
+    choice = choice_for(matrices, rule, transport, needed=bool(pieces))
     buckets, loads = make_buckets(parts, layouts, rule, choice)
-    return Plan(members, buckets, elementwise_parts(members, groups), choice, loads, groups)
+    return Plan(members, buckets, elementwise_parts(members, groups), choice, loads, groups, pieces)
 
 
 def choice_for(
@@ -188,14 +201,15 @@ def elementwise_parts(members: Sequence[Member], groups: Sequence[Mapping[str, A
     return [part for part in parts if part]
 
 
-def divided(members: Sequence[Member], replicas: Group) -> tuple[list[Part], list[Layout]]:
-    """The matrices of all members, and where each lies."""
-    parts, layouts = [], []
+def divided(members: Sequence[Member], replicas: Group) -> tuple[list[Part], list[Layout], frozenset[int]]:
+    """The matrices of all members, where each lies, and the numbers of the members whose matrices are in pieces."""
+    parts, layouts, pieces = [], [], []
     for member in members:
         views, of_member = parameter_matrices(member.parameter, member.name, member.group, replicas)
         parts += [Part(member, views, number) for number in range(len(of_member))]
         layouts += of_member
-    return parts, layouts
+        pieces += [member.number] * views.in_pieces
+    return parts, layouts, frozenset(pieces)
 
 
 def _warm_up(group: Group, device: torch.device) -> None:
@@ -218,4 +232,7 @@ def _describe_options(number: int, group: Mapping[str, Any]) -> list[str]:
 
 def _describe_member(member: Member) -> str:
     parameter = member.parameter
-    return f"{member.name}: {member.group['algorithm']} {tuple(parameter.shape)} {parameter.dtype}"
+    where = ""
+    if isinstance(parameter, DTensor):  # of a stack that is divided this is all that every rank can tell
+        where = f" {tuple(parameter.placements)} on a mesh of {tuple(parameter.device_mesh.shape)}"
+    return f"{member.name}: {member.group['algorithm']} {tuple(parameter.shape)} {parameter.dtype}{where}"

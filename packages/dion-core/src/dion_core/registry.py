@@ -86,6 +86,11 @@ def check_axes(choice: Choice, buckets: Sequence[Bucket]) -> None:
                 f"transport={choice.name!r} does not serve matrices split by {bucket.layout.axis}: "
                 f"{bucket.describe()}; it serves {sorted(choice.transport.axes)}"
             )
+        if bucket.layout.outer and not choice.transport.outer_axes:
+            raise ValueError(
+                f"transport={choice.name!r} does not serve matrices that several axes of a mesh hold: "
+                f"{bucket.describe()}; it serves one axis, {sorted(choice.transport.axes)}"
+            )
 
 
 def _automatic(scopes: Set[Scope], entries: Mapping[str, EntryPoint]) -> Choice:

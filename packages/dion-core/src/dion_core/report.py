@@ -73,7 +73,7 @@ def _workspace(plan: Plan, reports: Sequence[Report]) -> int:
     buffers, inside = [], []
     for target, report in zip(plan.targets, reports, strict=True):
         entry, bucket = target.bucket, target.bucket.bucket
-        rows, owned = bucket.layout.max_rows(bucket.group.rank), len(bucket.owned(bucket.group.rank))
+        rows, owned = bucket.layout.max_rows(bucket.group.rank), len(bucket.owned(bucket.rank))
         of_orthogonalizer = getattr(entry.orthogonalizer, "workspace", None)
         sample = torch.empty(0, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
         known = of_orthogonalizer(sample, owned, bucket.total_rows) if of_orthogonalizer is not None else 0
@@ -112,6 +112,8 @@ def _traffic(traffic: Traffic) -> Report:
     return {
         "forward": list(traffic.forward),
         "back": list(traffic.back),
+        "outer_forward": [list(each) for each in traffic.outer_forward],
+        "outer_back": [list(each) for each in traffic.outer_back],
         "bytes": traffic.num_bytes,
         "collectives": traffic.collectives,
     }
@@ -132,6 +134,7 @@ def _bucket(target: Target, sources: Sequence[MatrixBucket]) -> Report:
         "shape": list(bucket.shape),
         "parameters": [part.name for part in entry.parts],
         "axis": str(bucket.layout.axis),
+        "outer_axes": [{"axis": str(each.axis), "ranks": list(each.group.ranks)} for each in bucket.layout.outer],
         "wire_dtype": str(bucket.dtype).removeprefix("torch."),
         "selector": repr(entry.selector),
         "exchange": type(entry.exchange if entry.has_state else target.delivery).__name__,

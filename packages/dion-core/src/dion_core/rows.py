@@ -64,6 +64,7 @@ class Rows:
         values: (S, C), the rows.
         slot: (N, K) int64, 0 <= slot < S: the place of every entry of `RowSelection.index`. Entries past the
             count have a place too, where nothing that is needed lies: what is written there does not matter.
+            Of a matrix that another rank sends, all entries are -1 where rows are to be written: nothing is.
     """
 
     values: Tensor
@@ -71,14 +72,17 @@ class Rows:
 
 
 def overflowing_rows(momentum: Sequence[Tensor], gradients: Sequence[Tensor | None], *, maximize: bool) -> Tensor:
-    """(N, R) bool: the rows that `accumulate_` would leave out, whose sum as it would be stored is not finite."""
+    """(N, R) bool: the rows that `accumulate_` would leave out, whose sum as it would be stored is not finite.
+
+    Where the tensors differ in rows, R is the most of them, and what is past a tensor's last row is False.
+    """
     rows = []
     for state, gradient in zip(momentum, gradients, strict=True):
         if gradient is None:
             rows.append(torch.zeros(state.shape[0], dtype=torch.bool, device=state.device))
         else:
             rows.append(~_sum(state, -gradient if maximize else gradient).isfinite().all(dim=1))
-    return torch.stack(rows)
+    return _stacked(rows)
 
 
 def _sum(state: Tensor, gradient: Tensor) -> Tensor:
@@ -170,9 +174,18 @@ def take_and_decay_(
                 ahead = gradient.index_select(0, index).to(kept.dtype)
                 finite = ahead.isfinite().all(dim=1, keepdim=True)
                 taken = torch.where(finite, -ahead if maximize else ahead, 0) + decayed
-        rows.values.index_copy_(0, slot, taken.to(rows.values.dtype))
+        _write_(rows.values, slot, taken.to(rows.values.dtype))
         chosen = valid[matrix, :offered, None]
         state.index_copy_(0, index, torch.where(chosen, decayed.to(state.dtype), stored))
+
+
+def _write_(values: Tensor, slot: Tensor, rows: Tensor) -> None:
+    """Writes the (K, C) rows of one matrix to their slots, or, if these are -1, leaves the values as they are."""
+    if not len(values):
+        return
+    place = slot.clamp(min=0)
+    kept = values.index_select(0, place)
+    values.index_copy_(0, place, torch.where(slot[:, None] < 0, kept, rows))
 
 
 def sums_of_squares(rows: Rows, selection: RowSelection) -> Tensor:

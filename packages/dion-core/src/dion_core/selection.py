@@ -7,6 +7,7 @@ Legend: N matrices, R rows of a whole matrix, K slots a matrix, W ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,8 +30,10 @@ def rows_to_select(fraction: float, rows: int) -> int:
 class Selector(Protocol):
     """A rule that chooses rows."""
 
+    needs_scores: bool
+    """Whether the scores of this rank's rows are needed to choose."""
     needs_all_scores: bool
-    """Whether the scores of other ranks are needed to choose."""
+    """Whether the scores of other ranks' rows are needed to choose."""
 
     def offered(self, layout: Layout, rank: int, matrix: int) -> int:
         """The most rows of a matrix that the rank can have chosen."""
@@ -52,7 +55,7 @@ class Selector(Protocol):
 class AllRows:
     """Every row: Muon, NorMuon, and Dion2 with scope "all"."""
 
-    needs_all_scores = False
+    needs_scores, needs_all_scores = False, False
 
     def offered(self, layout: Layout, rank: int, matrix: int) -> int:
         return layout.rows(rank, matrix)
@@ -80,7 +83,7 @@ class LocalRows:
 
     fraction: float
     shards: int | None = field(default=None, repr=False)
-    needs_all_scores = False
+    needs_scores, needs_all_scores = True, False
 
     def offered(self, layout: Layout, rank: int, matrix: int) -> int:
         return min(self._share(layout), layout.rows(rank, matrix))
@@ -101,7 +104,7 @@ class GlobalRows:
     """Exactly the rows of the highest score of the whole matrix, ties to the lower row, whatever W is."""
 
     fraction: float
-    needs_all_scores = True
+    needs_scores, needs_all_scores = True, True
 
     def offered(self, layout: Layout, rank: int, matrix: int) -> int:
         return min(rows_to_select(self.fraction, layout.shape[0]), layout.rows(rank, matrix))
@@ -125,7 +128,7 @@ class SlackRows:
     fraction: float
     slack: float
     shards: int | None = field(default=None, repr=False)
-    needs_all_scores = True
+    needs_scores, needs_all_scores = True, True
 
     def offered(self, layout: Layout, rank: int, matrix: int) -> int:
         return min(self._offer(layout), layout.rows(rank, matrix))
@@ -167,11 +170,23 @@ def whole_scores(local: Tensor, gathered: Tensor, starts: tuple[int, ...], table
         tables: where the rows lie.
     """
     layout = tables.layout
-    num_matrices, rows = layout.num_matrices, layout.shape[0]
-    if layout.axis is Axis.COLUMNS:  # a rank's score covers its columns only; summed in rank order
-        parts = torch.stack([gathered[start : start + local.numel()] for start in starts])
-        whole = torch.where((parts == SKIPPED_SCORE).any(dim=0), SKIPPED_SCORE, parts.sum(dim=0))
-        return whole.view(num_matrices, rows)
+    if layout.axis is Axis.COLUMNS:
+        return added_scores(local, gathered, starts)
     if layout.axis is Axis.ROWS:
         return gathered.take(tables.place_in(starts))
     return local
+
+
+def added_scores(local: Tensor, gathered: Tensor, starts: Sequence[int]) -> Tensor:
+    """(N, R) scores of whole rows, where every rank has those of its columns: their sum, in rank order.
+
+    A row that one rank left out is left out.
+
+    Args:
+        local: (N, R) scores of this rank.
+        gathered: 1-D, the scores of all ranks.
+        starts: by rank, where its scores begin in `gathered`.
+    """
+    parts = torch.stack([gathered[start : start + local.numel()] for start in starts])
+    whole = torch.where((parts == SKIPPED_SCORE).any(dim=0), SKIPPED_SCORE, parts.sum(dim=0))
+    return whole.view(local.shape)

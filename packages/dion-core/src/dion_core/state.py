@@ -18,7 +18,16 @@ from dion_core.views import is_flattened
 State = dict[str, Tensor]
 
 WAITED = "waited"
-"""The steps that each row of a matrix has waited, where a transport may defer rows."""
+"""The steps that each row of a matrix has waited: 0 where nothing defers rows.
+
+Optimizers that choose rows have it with every transport and number of ranks, so that their checkpoints have the same
+keys and fit all of them.
+"""
+
+_REMEDY = (
+    "build the optimizer as it was when it was saved (torch.distributed.checkpoint fits tensors to other ranks), "
+    "or load the weights alone and start the optimizer afresh"
+)
 
 
 def new_state(parameter: Tensor, group: Mapping[str, Any], rule: Rule) -> State:
@@ -26,8 +35,8 @@ def new_state(parameter: Tensor, group: Mapping[str, Any], rule: Rule) -> State:
 
     For a matrix: "momentum", zeros like the parameter (global shape, strides, mesh and placements) in its
     momentum dtype; for the NorMuon family also "second_moment", fp32, one a row: (R, 1), also of a weight that is
-    flattened or divided by rows, and (..., R, 1) of a stack. Where a transport may defer rows the plan adds "waited",
-    int32, of the same shape. Else the state of AdamW or Lion.
+    flattened or divided by rows, and (..., R, 1) of a stack; for the Dion2 family "waited", int32, of that shape.
+    Else the state of AdamW or Lion.
     """
     if group["algorithm"] == "adamw":
         return adamw_state(parameter)
@@ -37,7 +46,14 @@ def new_state(parameter: Tensor, group: Mapping[str, Any], rule: Rule) -> State:
     if rule.normalizer.has_second_moment:
         flatten = is_flattened(parameter, group)
         state["second_moment"] = row_state_like(parameter, torch.float32, flatten=flatten)
+    if rule.chooses_rows:
+        state[WAITED] = waiting_times(parameter, group)
     return state
+
+
+def waiting_times(parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Zeros, int32, one a row of a matrix parameter."""
+    return row_state_like(parameter, torch.int32, flatten=is_flattened(parameter, group))
 
 
 def loaded_state(name: str, saved: Mapping[str, Any], live: Mapping[str, Tensor] | None) -> State:
@@ -54,9 +70,11 @@ def loaded_state(name: str, saved: Mapping[str, Any], live: Mapping[str, Tensor]
     """
     if live is None:
         return {key: torch.as_tensor(value).detach().clone() for key, value in saved.items()}
+    # A key that a checkpoint lacks comes back as an empty dictionary where it was flattened.
+    saved = {key: value for key, value in saved.items() if not isinstance(value, Mapping)}
     given, wanted = saved.keys() - {WAITED}, live.keys() - {WAITED}
     if given != wanted:
-        raise ValueError(f"{name}: the saved state has {sorted(given)}, {sorted(wanted)} are needed")
+        raise ValueError(f"{name}: the saved state has {sorted(given)}, {sorted(wanted)} are needed; {_REMEDY}")
     state = dict(live)
     if WAITED in live:
         state[WAITED] = torch.zeros_like(live[WAITED])
@@ -65,7 +83,7 @@ def loaded_state(name: str, saved: Mapping[str, Any], live: Mapping[str, Tensor]
         if value.shape != old.shape or _place(value) != _place(old):
             raise ValueError(
                 f"{name}: the saved state {key!r} has shape {tuple(value.shape)} {_place(value)}; "
-                f"{tuple(old.shape)} {_place(old)} is needed"
+                f"{tuple(old.shape)} {_place(old)} is needed; {_REMEDY}"
             )
         state[key] = _stored_like(value.detach().to(device=old.device, dtype=old.dtype), old)
     return state
@@ -102,6 +120,31 @@ def carried_state(
             "groups by add_param_group; parameters are replaced or moved before the first step and before a load"
         )
     return filled
+
+
+def loaded_states(
+    state_dict: Mapping[str, Any],
+    parameters: Sequence[Tensor],
+    names: Mapping[Tensor, str],
+    live: Mapping[Tensor, Mapping[str, Tensor]],
+) -> dict[Tensor, State]:
+    """Copies of all saved states by parameter.
+
+    Args:
+        state_dict: of an optimizer.
+        parameters: those that its groups number, in order.
+        names: of the parameters, for errors.
+        live: the states that they have; nothing is changed.
+
+    Raises:
+        ValueError: as `loaded_state`.
+    """
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    return {
+        parameter: loaded_state(names[parameter], saved, live.get(parameter))
+        for number, parameter in zip(numbers, parameters, strict=True)
+        if (saved := state_dict["state"].get(number))
+    }
 
 
 def _stored_like(value: Tensor, live: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ class Bucket:
     """N matrices of one shape, layout and dtype that are updated together.
 
     Attributes:
-        layout: where the rows lie.
-        owners: owners[i] = the rank of the group that orthogonalizes matrix i.
+        layout: where the rows lie. A transport gets buckets without outer axes alone.
+        owners: owners[i] = which of the ranks that share the work orthogonalizes matrix i.
         max_rows: K, the most rows that one rank offers of one matrix.
         total_rows: the most rows that all ranks together offer of one matrix.
         dtype: of the rows on the wire.
@@ -57,6 +57,11 @@ class Bucket:
         return self.layout.group.named(self.name)
 
     @property
+    def rank(self) -> int:
+        """This rank's number among those that share the work, by which owners are numbered."""
+        return self.layout.worker
+
+    @property
     def num_matrices(self) -> int:
         return len(self.owners)
 
@@ -75,7 +80,7 @@ class Bucket:
 
     @cached_property
     def _owned_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        owned: list[list[int]] = [[] for _ in range(self.layout.group.size)]
+        owned: list[list[int]] = [[] for _ in range(self.layout.num_workers)]
         for matrix, owner in enumerate(self.owners):
             owned[owner].append(matrix)
         return tuple(map(tuple, owned))
@@ -83,7 +88,7 @@ class Bucket:
     @cached_property
     def owned_index(self) -> Tensor:
         """(B,) int64 on the device: the matrices that this rank owns."""
-        return torch.tensor(self.owned(self.group.rank), dtype=torch.int64, device=self.device)
+        return torch.tensor(self.owned(self.rank), dtype=torch.int64, device=self.device)
 
     @cached_property
     def offered_by_pair(self) -> tuple[tuple[int, ...], ...]:
@@ -109,8 +114,9 @@ class Bucket:
         """One line for plans, reports and errors: the same on every rank."""
         rows, columns = self.shape
         size, dtype = self.layout.group.size, str(self.dtype).removeprefix("torch.")
+        beside = "".join(f", {outer.axis} over {outer.group.size}" for outer in self.layout.outer)
         return (
-            f"{self.num_matrices} x {rows}x{columns} {self.layout.axis} over {size} ranks, wire {dtype}, "
+            f"{self.num_matrices} x {rows}x{columns} {self.layout.axis} over {size} ranks{beside}, wire {dtype}, "
             f"at most {self.max_rows} rows a rank and {self.total_rows} in all, owners {list(self.owners)}"
         )
 
@@ -123,16 +129,25 @@ class Traffic:
         forward: bytes to every rank (itself included) on the way to the owners.
         back: bytes to every rank (itself included) on the way back.
         collectives: how many collectives a step issues.
+        outer_forward: bytes to the ranks of outer axes before all that, a collective each.
+        outer_back: bytes to the ranks of outer axes after all that, a collective each.
     """
 
     forward: tuple[int, ...] = ()
     back: tuple[int, ...] = ()
     collectives: int = 0
+    outer_forward: tuple[tuple[int, ...], ...] = ()
+    outer_back: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def messages(self) -> list[tuple[int, ...]]:
+        """The bytes to every rank of each collective, in the order of the step; one that sends nothing is left out."""
+        return [each for each in (*self.outer_forward, self.forward, self.back, *self.outer_back) if each]
 
     @property
     def num_bytes(self) -> int:
         """Bytes that this rank sends in one step."""
-        return sum(self.forward) + sum(self.back)
+        return sum(map(sum, self.messages))
 
 
 class Exchange(ABC):
@@ -156,6 +171,20 @@ class Exchange(ABC):
         The `slot` of the result says where each entry of `selection.index` lies, which may differ from that of
         `reserve`. Past the count nothing is defined.
         """
+
+    def num_results(self) -> int:
+        """How many rows come back in this step: the first ones of the buffer that `orthogonalize` gives.
+
+        With `result_slot` it lets ranks of outer axes pass results on: see `Transport.outer_axes`.
+        """
+        raise NotImplementedError
+
+    def result_slot(self, selection: RowSelection) -> Tensor:
+        """(N, K) int64: the `slot` of the rows that `orthogonalize` gives, without it. No communication.
+
+        Entries past the count may have a slot of `num_results` or above.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def traffic(self) -> Traffic:
@@ -189,7 +218,7 @@ class Session:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on as if it had never stopped: plain data, alike on every rank."""
+        """What a resumed run needs to go on as if it had never stopped: plain data for JSON, alike on every rank."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -209,6 +238,10 @@ class Transport(ABC):
         default_scope: the scope where none is asked for.
         axes: which splits of a matrix it serves.
         may_defer: whether `Exchange.admit` may refuse rows; their waiting times are then kept as state.
+        outer_axes: whether its exchanges say where results lie (`Exchange.result_slot`), which they must where
+            matrices are replicated beside their split (HSDP), or split by rows and by columns (tiles). Its sizes may
+            then depend on nothing but the buckets and the choices of the step, so that all ranks of an outer axis
+            know them, and `orthogonalize` yields once for each of `Traffic.collectives`.
     """
 
     interface_version: ClassVar[int]
@@ -216,6 +249,7 @@ class Transport(ABC):
     default_scope: ClassVar[Scope]
     axes: ClassVar[frozenset[Axis]]
     may_defer: ClassVar[bool] = False
+    outer_axes: ClassVar[bool] = False
 
     def local_slack(self) -> float | None:
         """How many times its share a shard may offer in scope local; None: each gives exactly its share."""

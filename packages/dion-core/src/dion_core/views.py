@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 from typing import Any
@@ -22,8 +22,8 @@ from typing import Any
 from torch import Tensor
 
 from dion_core.collectives import Group
-from dion_core.layout import Axis, Layout, Segment
-from dion_core.placements import local_part, parameter_layouts, split_stack
+from dion_core.layout import Axis, Layout, Segment, in_pieces
+from dion_core.placements import local_part, parameter_place
 
 logger = logging.getLogger("dion_core")
 
@@ -39,7 +39,8 @@ class Views:
         name: of the parameter.
         labels: what each matrix is called beside that name; "" where the parameter is one matrix.
         num_leading: how many leading dimensions number the matrices of a stack.
-        split: where ranks hold different matrices of it, the dimension, the first place here, and all places.
+        divided: other ranks hold other matrices of the stack than this one.
+        in_pieces: its matrices lie in pieces on several ranks.
         order: the dimensions of a flattened tensor after the first, as they follow each other in storage; None where
             nothing is flattened.
         rows: how many rows of each block this rank holds; None where rows are not divided.
@@ -48,7 +49,8 @@ class Views:
     name: str
     labels: tuple[str, ...]
     num_leading: int = 0
-    split: tuple[int, int, int] | None = None
+    divided: bool = False
+    in_pieces: bool = False
     order: tuple[int, ...] | None = None
     rows: tuple[int, ...] | None = None
 
@@ -79,21 +81,12 @@ class Views:
         """
         if self.num_leading:
             matrices = [tensor]
-            for dim in range(self.num_leading):
-                matrices = [matrix for stack in matrices for matrix in self._along(stack, dim)]
+            for _ in range(self.num_leading):
+                matrices = [matrix for stack in matrices for matrix in stack.unbind()]
             return matrices
         if self.order is not None and tensor.ndim > 2:
             tensor = self._flat(tensor, writable)
         return (tensor,) if self.rows is None else tensor.split_with_sizes(self.rows)
-
-    def _along(self, stack: Tensor, dim: int) -> Sequence[Tensor]:
-        """What the stack holds at each place of its first dimension: no rows where another rank holds them."""
-        if self.split is None or dim != self.split[0]:
-            return stack.unbind()
-        _, first, total = self.split
-        nothing = stack.new_empty(*stack.shape[1:-2], 0, stack.shape[-1])
-        here = stack.unbind()
-        return [*[nothing] * first, *here, *[nothing] * (total - first - len(here))]
 
     def _flat(self, tensor: Tensor, writable: bool) -> Tensor:
         assert self.order is not None
@@ -156,10 +149,10 @@ def warn_of_views(parameter: Tensor, name: str, options: Mapping[str, Any]) -> N
 def parameter_matrices(
     parameter: Tensor, name: str, options: Mapping[str, Any], replicas: Group
 ) -> tuple[Views, list[Layout]]:
-    """The matrices of one parameter, and where each lies. No communication.
+    """The matrices of one parameter of which this rank holds parts, and where each lies.
 
     Args:
-        parameter: as in `parameter_layouts`.
+        parameter: as in `parameter_place`.
         name: of the parameter.
         options: of its group.
         replicas: the ranks that hold equal copies of a plain tensor.
@@ -169,21 +162,23 @@ def parameter_matrices(
     """
     check_views(parameter, name, options)
     flat = is_flattened(parameter, options)
-    layouts = parameter_layouts(parameter, name, replicas, flatten=flat)
+    place = parameter_place(parameter, name, replicas, flatten=flat)
+    layout = place.layout
+    views = Views(name, ("",), divided=place.divided, in_pieces=in_pieces(layout))
     if flat:
-        views = Views(name, ("",), order=_storage_order(parameter))
+        views = replace(views, order=_storage_order(parameter))
         views.of(local_part(parameter).detach())  # refuses now what the first step would
-        return views, layouts
+        return views, [layout]
     if parameter.ndim > 2:
-        leading = parameter.shape[:-2]
-        labels = tuple(f"slice {', '.join(map(str, place))}" for place in product(*map(range, leading)))
-        return Views(name, labels, num_leading=len(leading), split=split_stack(parameter)), layouts
+        here = [range(first, first + number) for first, number in place.leading]
+        labels = tuple(f"slice {', '.join(map(str, numbers))}" for numbers in product(*here))
+        return replace(views, labels=labels, num_leading=len(here)), [layout] * len(labels)
     word, sizes = _row_blocks(parameter, options)
     if len(sizes) == 1:
-        return Views(name, ("",)), layouts
-    layouts = [_rows_of(layouts[0], start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
-    here = tuple(layout.rows(layout.group.rank, 0) for layout in layouts)
-    return Views(name, tuple(f"{word} {number}" for number in range(len(sizes))), rows=here), layouts
+        return views, [layout]
+    layouts = [_rows_of(layout, start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+    rows = tuple(layout.rows(layout.group.rank, 0) for layout in layouts)
+    return replace(views, labels=tuple(f"{word} {number}" for number in range(len(sizes))), rows=rows), layouts
 
 
 def _row_blocks(parameter: Tensor, options: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
@@ -197,7 +192,7 @@ def _rows_of(layout: Layout, start: int, stop: int) -> Layout:
     """The layout of the matrix that is rows start to stop of the one matrix of `layout`."""
     shape = (stop - start, layout.shape[1])
     if layout.axis is Axis.COLUMNS:
-        return Layout(layout.group, layout.axis, shape, layout.segments)
+        return replace(layout, shape=shape)
 
     def inside(pieces: Sequence[Segment]) -> Iterator[Segment]:
         for offset, length in pieces:
@@ -206,7 +201,7 @@ def _rows_of(layout: Layout, start: int, stop: int) -> Layout:
                 yield first - start, last - first
 
     segments = tuple((tuple(inside(of_rank[0])),) for of_rank in layout.segments)
-    return Layout(layout.group, layout.axis, shape, segments)
+    return replace(layout, shape=shape, segments=segments)
 
 
 def _storage_order(parameter: Tensor) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 logger = logging.getLogger("dion_core")
 
 INTERVAL = 0.25
@@ -27,8 +29,31 @@ class Work(Protocol):
         """Whether it has ended; never blocks."""
 
 
+class Watched:
+    """A collective on a GPU as the watchdog sees it.
+
+    A work holds its tensors. The watchdog may look at it long after the step has gone on, so once the stream waits for
+    the work, an event behind it stands in its place.
+    """
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+        self._event: torch.cuda.Event | None = None
+
+    def waited(self) -> None:
+        """The current stream waits for the works: it lets go of them."""
+        event = torch.cuda.Event()
+        event.record()
+        self._event = event
+        self._works = ()
+
+    def is_completed(self) -> bool:
+        works, event = self._works, self._event  # in this order: an event is there before the works are gone
+        return event.query() if event is not None else all(work.is_completed() for work in works)
+
+
 @dataclass(frozen=True)
-class _Watched:
+class _Entry:
     works: Sequence[Work]
     what: str
     seconds: float
@@ -43,7 +68,7 @@ class Watchdog:
         self.failure = ""
         """What was aborted, if anything was: nothing that this process has sent since can be trusted."""
         self._lock = threading.Lock()
-        self._watched: list[_Watched] = []
+        self._watched: list[_Entry] = []
         self._thread: threading.Thread | None = None
 
     def watch(self, works: Sequence[Work], what: str, seconds: float, abort: Callable[[], None]) -> None:
@@ -56,7 +81,7 @@ class Watchdog:
             abort: ends the communicator.
         """
         with self._lock:
-            self._watched.append(_Watched(works, what, seconds, time.monotonic() + seconds, abort))
+            self._watched.append(_Entry(works, what, seconds, time.monotonic() + seconds, abort))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="dion-core watchdog", daemon=True)
                 self._thread.start()

@@ -153,6 +153,8 @@ def _take_and_decay_kernel(
 ):  # fmt: skip
     """One entry of the selection: its row goes to its slot and stays decayed. Entries past the count do nothing.
 
+    With slot -1 the row is decayed alone.
+
     Example: decay 0.5, momentum row [4, -2] and slot 7 give values[7] = [4, -2] and momentum [2, -1]; with
     Nesterov and gradient [1, 1] values[7] = [3, 0].
     """
@@ -178,6 +180,7 @@ def _take_and_decay_kernel(
                 place_of = gradient + offset(column, gradient_step, GRADIENT_ACCESS)
                 sums += _size(tl.load(place_of, mask=column < COLUMNS, other=0))
             adds = adds & (tl.sum(sums) < float("inf"))
+    written = place >= 0
     for first in range(0, COLUMNS, BLOCK):
         column = first + lane
         inside = column < COLUMNS
@@ -189,7 +192,8 @@ def _take_and_decay_kernel(
             if MAXIMIZE:
                 kept = -kept
             kept += decayed
-        tl.store(taken + offset(column, row_step, ROW_ACCESS), kept.to(values.dtype.element_ty), mask=inside)
+        to = taken + offset(column, row_step, ROW_ACCESS)
+        tl.store(to, kept.to(values.dtype.element_ty), mask=inside & written)
         tl.store(state + offset(column, step, ACCESS), decayed.to(MOMENTUM), mask=inside)
 
 

@@ -31,8 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dion_core.collectives import Call, Group, TorchGroup, observe
+from dion_core.collectives import Call, Group, observe
 from dion_core.layout import Axis
+from dion_core.process_groups import TorchGroup
 from dion_core.registry import choose_transport
 from dion_core.testing.cells import Case, cases, vacuous
 from dion_core.testing.trial import Trial, admitted_everywhere, oracle, play
@@ -169,6 +170,7 @@ def _wrong(transport: Transport, case: Case, trial: Trial, again: Trial) -> Iter
     yield from admission
     if trial.modified or again.modified:
         yield "modified: momentum or selection of the caller changed"
+    yield from _told(trial)
     yield from _shapes(trial, everywhere)
     yield from _traffic(trial)
     if admission:
@@ -206,6 +208,20 @@ def _form(trial: Trial) -> Iterator[str]:
             yield f"form: {name} is {rows.values.dtype} {tuple(rows.values.shape)}, not {bucket.dtype} (S, {columns})"
         if rows.slot.numel() and not 0 <= int(rows.slot.min()) <= int(rows.slot.max()) < len(rows.values):
             yield f"form: {name} has slots outside 0 to {len(rows.values) - 1}"
+
+
+def _told(trial: Trial) -> Iterator[str]:
+    """What ranks of other axes of a mesh rely on."""
+    if trial.told is None:
+        return
+    number, slot = trial.told
+    valid = trial.admitted.valid()
+    if not torch.equal(slot[valid], trial.results.slot[valid]) or bool((slot < 0).any()):
+        yield f"results: result_slot said {slot[valid].tolist()}, and they lie in {trial.results.slot[valid].tolist()}"
+    if bool((slot[valid] >= number).any()) or number > len(trial.results.values):
+        yield f"results: num_results {number} for slots {slot[valid].tolist()} of {len(trial.results.values)} rows"
+    if trial.rounds != trial.planned.collectives:
+        yield f"results: {trial.rounds} yields for {trial.planned.collectives} collectives planned"
 
 
 def _shapes(trial: Trial, everywhere: Tensor) -> Iterator[str]:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dion_core.collectives import Group, Handle, Reduction, split, stand_in
+from dion_core.collectives import Group, Handle, Reduction, split
+from dion_core.process_groups import stand_in
 
 
 @dataclass(frozen=True)

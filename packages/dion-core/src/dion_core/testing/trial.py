@@ -55,6 +55,8 @@ class Trial:
         calls: the collectives that the bucket issued.
         planned: its traffic, asked for afterwards.
         modified: the transport changed what belongs to its caller.
+        told: how many rows come back and where, as the exchange said before; None where it does not say.
+        rounds: how often it let others compute.
     """
 
     problem: Problem
@@ -66,6 +68,8 @@ class Trial:
     calls: list[Call]
     planned: Traffic
     modified: bool
+    told: tuple[int, Tensor] | None
+    rounds: int
 
     def received(self) -> list[Tensor]:
         """By matrix, its (count, C local) admitted rows as they came back."""
@@ -88,7 +92,7 @@ def play(transport: Transport, case: Case, group: Group, device: torch.device, *
         chosen = [problem.select() for problem in step]
         run(session.begin(chosen))
         moves = [
-            _move(exchange, problem, rows, unused)
+            _move(exchange, problem, rows, unused, tells=transport.outer_axes)
             for exchange, problem, rows in zip(session.exchanges, step, chosen, strict=True)
         ]
         trials += interleave(moves, in_flight=len(moves))
@@ -129,22 +133,25 @@ def oracle(problem: Problem, admitted: Tensor, *, backwards: bool) -> list[Tenso
     return problem.local(result)
 
 
-def _move(exchange: Exchange, problem: Problem, chosen: RowSelection, unused: float) -> Steps[Trial]:
+def _move(exchange: Exchange, problem: Problem, chosen: RowSelection, unused: float, *, tells: bool) -> Steps[Trial]:
     momentum, spy = problem.local(problem.whole), Spy()
     admitted = exchange.admit(chosen)
     before = _copy(admitted)
     rows = exchange.reserve(admitted)
     rows.values.fill_(unused)
     _write(momentum, admitted, rows, unused)
+    told = (exchange.num_results(), exchange.result_slot(admitted).clone()) if tells else None
     calls: list[Call] = []
-    results = yield from _watched(exchange.orthogonalize(rows, admitted, spy), calls)
+    rounds: list[None] = []
+    results = yield from _watched(exchange.orthogonalize(rows, admitted, spy), calls, rounds)
     # What was chosen and copied is the same whenever it is made anew.
     intact = [
         *map(torch.equal, momentum, problem.local(problem.whole)),
         _same(chosen, problem.select()),
         _same(admitted, before),
     ]
-    return Trial(problem, chosen, before, rows, results, spy, calls, exchange.traffic(), modified=not all(intact))
+    modified, planned = not all(intact), exchange.traffic()
+    return Trial(problem, chosen, before, rows, results, spy, calls, planned, modified, told, len(rounds))
 
 
 def _write(momentum: Sequence[Tensor], admitted: RowSelection, rows: Rows, unused: float) -> None:
@@ -156,8 +163,11 @@ def _write(momentum: Sequence[Tensor], admitted: RowSelection, rows: Rows, unuse
         rows.values.index_fill_(0, slot[count:], unused)
 
 
-def _watched(steps: Steps[T], calls: list[Call]) -> Steps[T]:
-    """The same steps; the collectives that they issue, and not what runs between them, go into `calls`."""
+def _watched(steps: Steps[T], calls: list[Call], rounds: list[None]) -> Steps[T]:
+    """The same steps; the collectives that they issue, and not what runs between them, go into `calls`.
+
+    `rounds` gets an entry for every yield.
+    """
     while True:
         with observe() as issued:
             try:
@@ -167,6 +177,7 @@ def _watched(steps: Steps[T], calls: list[Call]) -> Steps[T]:
                 return result
             finally:
                 calls += issued
+        rounds.append(None)
         yield
 
 

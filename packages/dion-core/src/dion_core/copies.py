@@ -1,0 +1,85 @@
+"""Whether ranks that should hold equal copies of parameters and state do so, bit by bit.
+
+Each rank reduces every tensor to one number, all gather the numbers, and all compare alike. Nothing else is sent, and
+no tensor is copied to the host.
+
+Legend: T tensors, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dion_core.collectives import Group
+from dion_core.meshes import split_dim
+from dion_core.placements import local_tensor
+
+_CHUNK = 2**22
+"""Elements that are reduced at a time, which bounds the memory that is needed."""
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio in 64 bits, as a signed number
+_WORDS = {1: torch.uint8, 2: torch.int16}
+"""By size of an element; longer ones are halved, else two changed highest bits of 64 would always cancel out."""
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """() int64 on the tensor's device: a number that any changed bit changes.
+
+    Elements are taken as whole numbers and summed modulo 2^64 with odd factors that depend on their places: one that
+    differs always shows, several that differ cancel out by chance alone, about once in 2^64.
+    """
+    words = tensor.detach().contiguous().flatten().view(_WORDS.get(tensor.element_size(), torch.int32))
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(words), _CHUNK):
+        piece = words[start : start + _CHUNK].long()
+        place = torch.arange(start, start + len(piece), device=tensor.device)
+        factor = (place + 1) * _ODD
+        factor = ((factor ^ (factor >> 31)) * _ODD) | 1
+        total += (piece * factor).sum()
+    return total
+
+
+def differing_copies(
+    tensors: Mapping[str, tuple[Tensor, Tensor]], group: Group, replicas: Group, device: torch.device
+) -> list[str]:
+    """Which copies differ, a line each, alike on all ranks; empty if none does. Collective, waits for the device.
+
+    Args:
+        tensors: by name a parameter or a tensor of its state, and that parameter; the same names in the same order on
+            all ranks.
+        group: the ranks that hold them.
+        replicas: the ranks that hold copies of plain tensors.
+        device: of the message.
+    """
+    if group.size == 1 or not tensors:
+        return []
+    here = torch.stack([fingerprint(local_tensor(tensor)).to(device) for tensor, _ in tensors.values()])
+    gathered = here.new_empty(group.size, len(here))
+    group.named("the comparison of copies").all_gather(gathered.unbind(), here).wait()
+    by_rank = dict(zip(group.ranks, gathered.tolist(), strict=True))
+    lines = []
+    for number, (name, (tensor, parameter)) in enumerate(tensors.items()):
+        for ranks in _holders_of_copies(tensor, parameter, replicas):
+            found: dict[Any, list[int]] = {}
+            for rank in ranks:
+                found.setdefault(by_rank[rank][number], []).append(rank)
+            if len(found) > 1:
+                lines.append(f"{name} differs: {' and '.join(f'ranks {same}' for same in found.values())}")
+    return lines
+
+
+def _holders_of_copies(tensor: Tensor, parameter: Tensor, replicas: Group) -> Sequence[Sequence[int]]:
+    """The sets of ranks that hold equal parts of the tensor."""
+    if not isinstance(parameter, DTensor):
+        return [sorted(replicas.ranks)] if replicas.size > 1 else []
+    if not isinstance(tensor, DTensor):  # a count of steps, say
+        return [sorted(parameter.device_mesh.mesh.flatten().tolist())]
+    mesh = tensor.device_mesh.mesh
+    split = [axis for axis, place in enumerate(tensor.placements) if split_dim(place, tensor.ndim) is not None]
+    kept = [axis for axis in range(mesh.ndim) if axis not in split]
+    lines = mesh.permute(*split, *kept).reshape(-1, torch.Size(mesh.shape[axis] for axis in kept).numel())
+    return [sorted(line) for line in lines.tolist()]

@@ -1,0 +1,261 @@
+"""Groups of ranks that communicate through torch.distributed: NCCL and gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dion_core.collectives import (
+    Group,
+    Handle,
+    Reduction,
+    TransportError,
+    adjacent,
+    num_bytes,
+    raise_failure,
+    report_call,
+    split,
+)
+from dion_core.watchdog import WATCHDOG, Watched, Work
+
+T = TypeVar("T")
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    # gloo knows no bf16 in some collectives; bytes are moved alike by every backend. `detach` keeps autograd out.
+    return tensor.detach().view(torch.uint8)
+
+
+# torch 2.13 gave it another name and deprecates the old one.
+_gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class _Pending:
+    """Works to wait for, with the tensors that they read and write kept alive until then."""
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work] = (),
+        tensors: Sequence[Tensor] = (),
+        what: str = "",
+        watched: Watched | None = None,
+    ) -> None:
+        self._works = works
+        self._tensors = tensors
+        self._what = what
+        self._watched = watched
+
+    def wait(self) -> None:
+        raise_failure()
+        with _named_errors(self._what):
+            for work in self._works:
+                work.wait()  # on gloo bounded by the time-out of the process group
+        if self._watched is not None:
+            self._watched.waited()
+        self._works, self._tensors, self._watched = (), (), None
+
+
+class _Placing:
+    """A collective whose results are to be copied to where they belong."""
+
+    def __init__(self, handle: Handle, outputs: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:
+        self._handle, self._outputs, self._arrived = handle, outputs, arrived
+
+    def wait(self) -> None:
+        self._handle.wait()
+        for output, piece in zip(self._outputs, self._arrived, strict=True):
+            output.copy_(piece)
+        self._outputs, self._arrived = (), ()
+
+
+@contextmanager
+def _named_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed raises it for time-outs and lost peers alike
+        raise TransportError(f"{what} failed: {error}") from error
+
+
+@dataclass(frozen=True)
+class TorchGroup:
+    """A `Group` on a torch.distributed process group (NCCL or gloo). Equal if process group and order are the same.
+
+    Every collective is bounded by the time-out that the process group was made with: on gloo the wait for it, on
+    NCCL by a watchdog, since waiting there would block the host.
+
+    Attributes:
+        process_group: whose ranks communicate.
+        label: what for.
+        order: for each rank of this group its rank in the process group; empty where they are the same. A process
+            group numbers its ranks as torch likes, while rows lie on a mesh in an order of their own. Here ranks
+            are numbered as rows lie, so that nothing else has to know of the difference. NCCL sends from and to the
+            same places in any order; only gloo needs copies for it.
+    """
+
+    process_group: dist.ProcessGroup
+    label: str = field(default="", compare=False)
+    order: tuple[int, ...] = ()
+
+    @cached_property
+    def rank(self) -> int:
+        rank = dist.get_rank(self.process_group)
+        return self.order.index(rank) if self.order else rank
+
+    @cached_property
+    def size(self) -> int:
+        return dist.get_world_size(self.process_group)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        ranks = dist.get_process_group_ranks(self.process_group)
+        return tuple(ranks[place] for place in self.order) if self.order else tuple(ranks)
+
+    def in_order(self, ranks: Sequence[int]) -> TorchGroup:
+        """The same ranks, numbered as these global ranks follow each other."""
+        given = dist.get_process_group_ranks(self.process_group)
+        order = tuple(given.index(rank) for rank in ranks)
+        return replace(self, order=() if order == tuple(range(len(given))) else order)
+
+    def named(self, label: str) -> TorchGroup:
+        return replace(self, label=label)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
+        def start() -> list[dist.Work]:
+            whole = adjacent(outputs) if tensor.is_cuda and not self.order else None
+            if whole is not None:  # NCCL gathers straight into it; a list it would fill by copies
+                return [_gather_single(_as_bytes(whole), _as_bytes(tensor), group=self.process_group, async_op=True)]
+            if len({output.numel() for output in outputs}) == 1:
+                pieces = [_as_bytes(output) for output in self._as_processes(outputs)]
+                return [dist.all_gather(pieces, _as_bytes(tensor), group=self.process_group, async_op=True)]
+            # gloo gathers equal lengths only
+            outputs[self.rank].copy_(tensor)
+            return [self._broadcast(output, rank) for rank, output in enumerate(outputs) if output.numel()]
+
+        return self._launch("all_gather", [num_bytes(tensor)] * self.size, start, tensor, *outputs)
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
+        def start() -> list[dist.Work]:
+            return [dist.all_reduce(tensor, _operation(reduction), group=self.process_group, async_op=True)]
+
+        return self._launch("all_reduce", [num_bytes(tensor)] * self.size, start, tensor)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
+        def start() -> list[dist.Work]:
+            parts, operation = self._as_processes(tensor.chunk(self.size)), _operation(reduction)
+            return [dist.reduce_scatter(output, parts, operation, group=self.process_group, async_op=True)]
+
+        return self._launch("reduce_scatter", [num_bytes(output)] * self.size, start, output, tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+        sent = [num_bytes(tensor) * (source == self.rank)] * self.size
+        return self._launch("broadcast", sent, lambda: [self._broadcast(tensor, source)], tensor)
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle:
+        received, sent = ([split * tensor.element_size() for split in each] for each in (output_splits, input_splits))
+
+        whole = (_as_bytes(output), _as_bytes(tensor))
+        if self.order:
+            return self._ordered_all_to_all(*(split(*each) for each in zip(whole, (received, sent), strict=True)))
+
+        def start() -> list[dist.Work]:
+            return [dist.all_to_all_single(*whole, received, sent, group=self.process_group, async_op=True)]
+
+        return self._launch("all_to_all", sent, start, output, tensor)
+
+    def _ordered_all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
+        """Of bytes, a piece a rank."""
+        sent = [len(piece) for piece in inputs]
+        to, of = self._as_processes(outputs), self._as_processes(inputs)
+        if inputs[0].is_cuda:
+            return self._launch(
+                "all_to_all",
+                sent,
+                lambda: [dist.all_to_all(to, of, group=self.process_group, async_op=True)],
+                *(*inputs, *outputs),
+            )
+        # gloo exchanges lists of equal lengths only
+        message, lengths = torch.cat(of), [len(piece) for piece in to]
+        arrived = message.new_empty(sum(lengths))
+
+        def start() -> list[dist.Work]:
+            sizes = lengths, [len(piece) for piece in of]
+            return [dist.all_to_all_single(arrived, message, *sizes, group=self.process_group, async_op=True)]
+
+        return _Placing(self._launch("all_to_all", sent, start, arrived, message), to, split(arrived, lengths))
+
+    def _as_processes(self, by_rank: Sequence[T]) -> list[T]:
+        """What is given by rank of this group, by rank of the process group."""
+        if not self.order:
+            return list(by_rank)
+        return [by_rank[self.order.index(place)] for place in range(len(by_rank))]
+
+    def _broadcast(self, tensor: Tensor, source: int) -> dist.Work:
+        whole, source = _as_bytes(tensor), self.order[source] if self.order else source
+        work: dist.Work = dist.broadcast(whole, group=self.process_group, async_op=True, group_src=source)
+        return work
+
+    def _launch(self, name: str, sent: Sequence[int], start: Callable[[], list[dist.Work]], *tensors: Tensor) -> Handle:
+        report_call(name, self.size, sent, self.label)
+        what = f"{name} for {self.label or 'the optimizer'} on rank {dist.get_rank()} among ranks {self.ranks}"
+        with _named_errors(what):
+            works = start()
+        watched = None
+        if tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+            watched = Watched(works)
+            self._watch(watched, what, tensors[0].device)
+        return _Pending(works, tensors, what, watched)
+
+    def _watch(self, watched: Work, what: str, device: torch.device) -> None:
+        """Bounds something that runs on the device by the time-out of the process group."""
+        timeout: timedelta = self.process_group._get_backend(device).options._timeout
+        seconds = 0.9 * timeout.total_seconds()  # before torch's own watchdog, which names no bucket
+        WATCHDOG.watch([watched], what, seconds, self.process_group.abort)
+
+
+def watch_stream(group: Group, what: str, device: torch.device) -> None:
+    """Bounds all that the current stream was given so far by the time-out of the group, if it has one on a GPU.
+
+    For collectives that no call here launches: those of a captured graph that is replayed.
+    """
+    if isinstance(group, TorchGroup) and device.type == "cuda":
+        watched = Watched(())
+        watched.waited()
+        group._watch(watched, f"{what} on rank {dist.get_rank()} among ranks {group.ranks}", device)
+
+
+def _operation(reduction: Reduction) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
+
+
+_stand_ins: dict[dist.ProcessGroup, Group] = {}
+
+
+def group_of(process_group: dist.ProcessGroup) -> Group:
+    """The ranks of a process group, which communicate through torch.distributed unless something stands in."""
+    return _stand_ins.get(process_group) or TorchGroup(process_group)
+
+
+def ordered_group_of(process_group: dist.ProcessGroup, ranks: Sequence[int]) -> Group:
+    """As `group_of`, its ranks numbered as these global ranks follow each other (not where something stands in)."""
+    group = group_of(process_group)
+    return group.in_order(ranks) if isinstance(group, TorchGroup) else group
+
+
+@contextmanager
+def stand_in(process_group: dist.ProcessGroup, group: Group) -> Iterator[None]:
+    """Inside the block `group` communicates in place of the process group, in optimizers that are made there."""
+    _stand_ins[process_group] = group
+    try:
+        yield
+    finally:
+        del _stand_ins[process_group]
