@@ -27,7 +27,7 @@ MOST_STEPS = 8
 WORLD_SIZES = {"hsdp": (2, 4), "plain": (1, 2)}
 
 COMMON = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
-CI = settings(COMMON, derandomize=True, max_examples=24)
+CI = settings(COMMON, derandomize=True, max_examples=12)
 ROUND = settings(COMMON, derandomize=False, max_examples=30, print_blob=True)
 
 MINUTES = float(os.environ.get("LONG_MINUTES", 0))
