@@ -1,4 +1,4 @@
-"""`dion plan`: what a step would send, hold and take, for every installed transport, without the machine or the model."""
+"""`dion plan`: what a step would send, hold and take with every installed transport, without machine or model."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ from dion_core.prediction.traffic import Question
 
 Points = Sequence[tuple[int, Comparison]]
 
+_BYTES = ("", "to itself", "in node", "between", "sent", "mean", "first step", "workspace MiB", "imbalance", "reads")
+_TIMES = ("", *(stage.replace("_", " ") for stage in STAGES), "step", "exposed")
 _CLASSES = {
     "newton_schulz": "Newton-Schulz, ms",
     "chosen_rows": "take, normalize, add (chosen rows), ms",
@@ -82,12 +84,11 @@ def print_comparison(comparison: Comparison, question: Question, machine: Machin
     print_line(f"{question.mesh.describe()}; {question.optimizer} {_options(question)}".rstrip())
     print_line(f"machine: {machine.name}")
     print_line()
-    columns = ("", "to itself", "in node", "between", "sent", "mean", "first step", "workspace MiB", "imbalance", "reads")
-    print_table("MB that the busiest rank sends in a step", columns, [_bytes_row(each) for each in served])
-    print_line()
-    columns = ("", *(stage.replace("_", " ") for stage in STAGES), "step", "exposed")
-    print_table("predicted ms, each stage as if alone", columns, [_times_row(each) for each in served])
-    print_line()
+    if served:
+        print_table("MB that the busiest rank sends in a step", _BYTES, [_bytes_row(each) for each in served])
+        print_line()
+        print_table("predicted ms, each stage as if alone", _TIMES, [_times_row(each) for each in served])
+        print_line()
     for each in comparison.answers:
         if each.refused:
             print_line(f"{each.transport} cannot: {each.refused}")

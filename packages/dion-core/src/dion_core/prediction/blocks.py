@@ -37,9 +37,7 @@ def block_answers(question: Question, machine: Machine) -> list[Answer]:
     answers = []
     for way in WAYS:
         work = [_work(shape, count, way, mesh, fraction, width) for shape, count in shapes.items()]
-        payload = block_assignment_payload(
-            shapes, mesh.world_size, way, fraction=fraction, element_bytes=width
-        )
+        payload = block_assignment_payload(shapes, mesh.world_size, way, fraction=fraction, element_bytes=width)
         flops = sum(each.flops for each in work)
         needed = sum(count * newton_schulz_flops(rows_to_select(fraction, r), c) for (r, c), count in shapes.items())
         answers.append(
@@ -74,9 +72,7 @@ def _element_bytes(question: Question) -> int:
     return int(parameter.element_size())
 
 
-def _work(
-    shape: tuple[int, int], count: int, way: Way, mesh: MeshShape, fraction: float, width: int
-) -> BucketWork:
+def _work(shape: tuple[int, int], count: int, way: Way, mesh: MeshShape, fraction: float, width: int) -> BucketWork:
     (rows, columns), world_size = shape, mesh.world_size
     payload = block_assignment_payload({shape: count}, world_size, way, fraction=fraction, element_bytes=width)
     chosen = rows_to_select(fraction, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -52,7 +52,7 @@ class Answer:
     exact: bool = True
     may_defer: bool = False
     host_reads: int = 0
-    sent: Sent = Sent()
+    sent: Sent = field(default_factory=Sent)
     mean_bytes: float | None = None
     start_bytes: int = 0
     workspace: int = 0
@@ -139,19 +139,23 @@ def recommend(answers: Sequence[Answer]) -> tuple[str | None, str]:
     alike = [each for each in candidates if _step(each) <= fastest * (1 + ALIKE)]
     order = {name: place for place, name in enumerate(AUTO_ORDER)}
     best = min(alike, key=lambda each: (each.host_reads, each.may_defer, order.get(each.transport, len(order))))
-    parts = [f"{1e3 * _step(best):.1f} ms a step"]
-    parts.append("exact while nothing is deferred" if best.may_defer else "exact" * best.exact)
-    if len(candidates) > 1:
-        others = [each for each in candidates if each is not best]
-        parts.append("; ".join(f"{each.transport} {1e3 * _step(each):.1f} ms{_reads(each)}" for each in others))
-    cheaper = [each for each in served if not each.exact and _step(each) < _step(best) * (1 - ALIKE)]
-    parts += [f"{each.transport} would save {1e3 * (_step(best) - _step(each)):.1f} ms, and its choice depends on the "
-              "number of ranks" for each in cheaper if best.exact]
-    return best.transport, ", ".join(part for part in parts[:2] if part) + "".join(f" ({part})" for part in parts[2:])
+    why = f"{_milliseconds(best)} a step"
+    if best.exact:
+        why += ", exact while nothing is deferred" if best.may_defer else ", exact"
+    others = [f"{each.transport} {_milliseconds(each)}" for each in candidates if each is not best]
+    if others:
+        why += f"; {', '.join(others)}"
+    if best.host_reads == 0 and any(each.host_reads for each in candidates):
+        why += "; and the host never waits"
+    for each in served:
+        saved = _step(best) - _step(each)
+        if best.exact and not each.exact and saved > ALIKE * _step(best):
+            why += f"; {each.transport} would save {1e3 * saved:.2f} ms, but its choice depends on the number of ranks"
+    return best.transport, why
 
 
-def _reads(answer: Answer) -> str:
-    return " with a host read" if answer.host_reads else ""
+def _milliseconds(answer: Answer) -> str:
+    return f"{1e3 * _step(answer):.2f} ms"
 
 
 def _step(answer: Answer) -> float:

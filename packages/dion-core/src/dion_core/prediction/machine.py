@@ -70,7 +70,8 @@ def rate_at(points: Sequence[Point], size: float) -> float:
     for (low, before), (high, after) in pairwise(points):
         if size <= high:
             part = math.log(size / low) / math.log(high / low)
-            return before * (after / before) ** part
+            rate: float = before * (after / before) ** part
+            return rate
     return points[-1][1]
 
 
@@ -92,8 +93,10 @@ def load(path: Path) -> Machine:
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is not a machine profile of format {FORMAT}: write one with dion bench")
     try:
-        curves = {name: _points(name, content.pop(name)) for name in ("newton_schulz", "in_node", "between")}
-        return Machine(**content, **curves)
+        content.update({name: _points(name, content[name]) for name in ("newton_schulz", "in_node", "between")})
+        if not min(content["copy"], content.get("itself") or 1) > 0:
+            raise TypeError("copy and itself must be above 0")
+        return Machine(**content)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a machine profile: {error}") from error
 

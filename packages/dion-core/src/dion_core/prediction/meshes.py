@@ -82,8 +82,12 @@ class MeshShape:
         """A line such as "16 ranks: 2 nodes x 8 GPUs; shard 16"."""
         names = zip(("replicate", "shard", "tensor"), self.axes, strict=True)
         axes = ", ".join(f"{name} {size}" for name, size in names if size > 1)
-        where = f"{self.nodes} nodes x {self.gpus_per_node} GPUs"
-        return f"{self.world_size} ranks: {where}" + (f"; {axes}" if axes else "")
+        where = f"{_counted(self.nodes, 'node')} x {_counted(self.gpus_per_node, 'GPU')}"
+        return f"{_counted(self.world_size, 'rank')}: {where}" + (f"; {axes}" if axes else "")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 class Seat:

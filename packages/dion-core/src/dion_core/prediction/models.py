@@ -81,7 +81,8 @@ def _from_config(path: str) -> object:
     for name in getattr(config, "architectures", None) or ():
         if kind := getattr(transformers, name, None):
             return kind(config)
-    return transformers.AutoModel.from_config(config)
+    automatic: Any = transformers.AutoModel
+    return automatic.from_config(config)
 
 
 def _from_function(module: str, function: str) -> object:

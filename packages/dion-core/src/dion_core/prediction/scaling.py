@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dion_core.prediction.comparison import Answer, Comparison, answer, compare
 from dion_core.prediction.machine import Machine
@@ -21,7 +22,7 @@ NODE = 8
 """GPUs of a node where there is but one, with as many or fewer."""
 
 AMDAHL_ROWS = ("newton_schulz", "chosen_rows", "all_rows", "exchange", "bytes_sent", "bytes_to_a_peer")
-"""Times in seconds of three classes and of the exchange as if alone; bytes of a step, and of its message to one peer."""
+"""Seconds of three classes and of the exchange as if alone; bytes of a step, and of those to one peer."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def grown(mesh: MeshShape, world_size: int) -> MeshShape:
 def sweep(
     question: Question, machine: Machine, *, largest: int = LARGEST_WORLD, progress: Callable[[str], None]
 ) -> list[tuple[int, Comparison]]:
-    """The comparison of all transports at every power of two from the other axes' ranks, at least 2, up to `largest`."""
+    """The comparison of all transports at the ranks of the other axes, but at least 2, and twice of that up to `largest`."""
     mesh = question.mesh
     smallest = mesh.world_size // max(mesh.replicate, mesh.shard)
     worlds, world_size = [], max(2, smallest)
@@ -107,5 +108,9 @@ def sweep(
     results = []
     for each in worlds:
         asked = replace(question, mesh=grown(mesh, each))
-        results.append((each, compare(asked, machine, progress=lambda name, at=each: progress(f"{at} ranks, {name}"))))
+        results.append((each, compare(asked, machine, progress=partial(_tell, progress, each))))
     return results
+
+
+def _tell(progress: Callable[[str], None], world_size: int, transport: str) -> None:
+    progress(f"{world_size:,} ranks, {transport}")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dion_core.builtin import LocalExchange, ReplicatedExchange
 from dion_core.buckets import MatrixBucket
+from dion_core.builtin import LocalExchange, ReplicatedExchange
 from dion_core.keeping import LikeParameters
 from dion_core.layout import Axis, Layout
 from dion_core.newton_schulz import kernel_workspace
@@ -210,9 +210,7 @@ def _bring_to_host(entry: MatrixBucket) -> None:
     """Tables and counters on the CPU: a transport reads and fills them, and no row is among them."""
     if entry.bucket.device.type != "cpu":  # on the next rank it is: what is the same there is computed once
         entry.bucket = replace(entry.bucket, device=torch.device("cpu"))
-    entry.chosen, entry.refused, entry.nonfinite = torch.zeros(
-        3, entry.bucket.num_matrices, dtype=torch.int64
-    ).unbind()
+    entry.chosen, entry.refused, entry.nonfinite = torch.zeros(3, entry.bucket.num_matrices, dtype=torch.int64).unbind()
     if isinstance(entry.exchange, LocalExchange | ReplicatedExchange):  # opening gives the others new ones
         entry.exchange = type(entry.exchange)(entry.bucket)
 
