@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from dion_core.collectives import Group, Handle, Reduction, SoloGroup, group_of, stand_in
 from dion_core.prediction.models import Groups
+from dion_core.views import is_flattened
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class MeshShape:
     Attributes:
         replicate: ranks with equal copies (DDP, the outer axis of HSDP).
         shard: ranks among which rows are split (FSDP2).
-        tensor: ranks of tensor parallelism: rows are split where there are as many as columns or more, else columns.
+        tensor: ranks of tensor parallelism: rows are split where there are as many as columns or more, else columns;
+            of convolutions the outputs.
 
     Raises:
         ValueError: the axes do not multiply to W.
@@ -170,7 +172,13 @@ def placed(groups: Groups, shape: MeshShape, mesh: DeviceMesh | None) -> tuple[G
         replicas = SoloGroup() if shape.world_size == 1 else group_of(_world())
         return [dict(group) for group in groups], replicas
     on_mesh: Groups = [
-        {**group, "params": [(name, _on_mesh(parameter, shape, mesh)) for name, parameter in group["params"]]}
+        {
+            **group,
+            "params": [
+                (name, _on_mesh(parameter, shape, mesh, flatten=is_flattened(parameter, group)))
+                for name, parameter in group["params"]
+            ],
+        }
         for group in groups
     ]
     return on_mesh, SoloGroup()
@@ -181,20 +189,23 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _on_mesh(parameter: Tensor, shape: MeshShape, mesh: DeviceMesh) -> nn.Parameter:
-    placements = _placements(parameter, shape)
+def _on_mesh(parameter: Tensor, shape: MeshShape, mesh: DeviceMesh, *, flatten: bool) -> Tensor:
+    placements = _placements(parameter, shape, flatten=flatten)
     local, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     part = torch.empty(local, dtype=parameter.dtype, device="meta")
     whole = DTensor.from_local(
         part, mesh, placements, shape=parameter.shape, stride=parameter.stride(), run_check=False
     )
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    # Not nn.Parameter(whole): it detaches, and torch then finds a mesh in its cache that is equal and was another rank's.
+    return whole.requires_grad_(parameter.requires_grad)
 
 
-def _placements(parameter: Tensor, shape: MeshShape) -> list[Placement]:
+def _placements(parameter: Tensor, shape: MeshShape, *, flatten: bool) -> list[Placement]:
     """Of the axes that are longer than 1."""
     tensor: Placement = Replicate()
-    if parameter.ndim >= 2:
+    if flatten:  # a convolution, by its outputs
+        tensor = Shard(0)
+    elif parameter.ndim >= 2:
         rows, columns = parameter.shape[-2:]
         tensor = Shard(parameter.ndim - (2 if rows >= columns else 1))
     shard: Placement = Shard(0)

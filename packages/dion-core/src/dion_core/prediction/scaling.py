@@ -98,7 +98,7 @@ def grown(mesh: MeshShape, world_size: int) -> MeshShape:
 def sweep(
     question: Question, machine: Machine, *, largest: int = LARGEST_WORLD, progress: Callable[[str], None]
 ) -> list[tuple[int, Comparison]]:
-    """The comparison of all transports at the ranks of the other axes, but at least 2, and twice of that up to `largest`."""
+    """The comparison at every number of ranks: from those of the other axes, or 2, doubled up to `largest`."""
     mesh = question.mesh
     smallest = mesh.world_size // max(mesh.replicate, mesh.shard)
     worlds, world_size = [], max(2, smallest)
