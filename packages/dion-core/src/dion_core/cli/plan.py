@@ -109,7 +109,8 @@ def plan(options: PlanOptions) -> None:
     try:
         with progress() as show:
             if options.over is not None:
-                points = sweep(question, machine, largest=options.largest, progress=show)
+                given = _transports(options)
+                points = sweep(question, machine, largest=options.largest, transports=given, progress=show)
                 if options.png is not None:
                     draw(points, options.png)
                 content: Any = sweep_json(points) if options.as_json else None
@@ -167,8 +168,12 @@ def _machine(options: PlanOptions) -> Machine:
 def _compared(question: Question, machine: Machine, options: PlanOptions, show: Any) -> Comparison:
     if options.blocks:
         return Comparison(block_answers(question, machine), None, "blocks are planned to compare with, not to run")
-    names = options.transport or list(available_transports())
-    return compare(question, machine, transports={name: name for name in names}, progress=show)
+    return compare(question, machine, transports=_transports(options), progress=show)
+
+
+def _transports(options: PlanOptions) -> dict[str, str]:
+    """Those that were asked for, or all that are installed."""
+    return {name: name for name in options.transport or available_transports()}
 
 
 def _one(options: PlanOptions) -> str:

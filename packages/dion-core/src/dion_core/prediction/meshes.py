@@ -196,7 +196,7 @@ def _on_mesh(parameter: Tensor, shape: MeshShape, mesh: DeviceMesh, *, flatten: 
     whole = DTensor.from_local(
         part, mesh, placements, shape=parameter.shape, stride=parameter.stride(), run_check=False
     )
-    # Not nn.Parameter(whole): it detaches, and torch then finds a mesh in its cache that is equal and was another rank's.
+    # Not nn.Parameter(whole): that detaches, and torch's cache then gives an equal mesh, which was another rank's.
     return whole.requires_grad_(parameter.requires_grad)
 
 

@@ -96,9 +96,22 @@ def grown(mesh: MeshShape, world_size: int) -> MeshShape:
 
 
 def sweep(
-    question: Question, machine: Machine, *, largest: int = LARGEST_WORLD, progress: Callable[[str], None]
+    question: Question,
+    machine: Machine,
+    *,
+    largest: int = LARGEST_WORLD,
+    transports: Mapping[str, str | Transport] | None = None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> list[tuple[int, Comparison]]:
-    """The comparison at every number of ranks: from those of the other axes, or 2, doubled up to `largest`."""
+    """The comparison at every number of ranks: from those of the other axes, or 2, doubled up to `largest`.
+
+    Args:
+        question: at one number of ranks.
+        machine: as in `compare`.
+        largest: the last number of ranks.
+        transports: as in `compare`.
+        progress: told what is planned next.
+    """
     mesh = question.mesh
     smallest = mesh.world_size // max(mesh.replicate, mesh.shard)
     worlds, world_size = [], max(2, smallest)
@@ -108,7 +121,8 @@ def sweep(
     results = []
     for each in worlds:
         asked = replace(question, mesh=grown(mesh, each))
-        results.append((each, compare(asked, machine, progress=partial(_tell, progress, each))))
+        compared = compare(asked, machine, transports=transports, progress=partial(_tell, progress, each))
+        results.append((each, compared))
     return results
 
 
