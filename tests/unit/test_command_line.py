@@ -299,7 +299,7 @@ def test_bench_keeps_a_profile_that_plan_reads(tmp_path: Path) -> None:
     assert "assumed as of an H200" in machine.name
     assert content["machine"]["copy"] == machine.copy
     planned = dion_json("plan", "5120x8", "--machine", str(path), "--transport", "local")
-    assert planned["machine"] == machine.name
+    assert planned["machine"] == machine.describe()
     # Every side is beyond the last one measured.
     local = planned["transports"][0]
     flops, seconds = local["newton_schulz"]["flops"], local["seconds"]["stages"]["newton_schulz"]

@@ -188,5 +188,5 @@ def _asked(question: Question, machine: Machine, options: PlanOptions) -> dict[s
         "options": dict(question.options),
         "mesh": question.mesh.describe(),
         "world_size": question.mesh.world_size,
-        "machine": machine.name,
+        "machine": machine.describe(),
     }

@@ -82,7 +82,7 @@ def print_comparison(comparison: Comparison, question: Question, machine: Machin
     """Bytes and memory, then times, then what to take."""
     served = [each for each in comparison.answers if not each.refused]
     print_line(f"{question.mesh.describe()}; {question.optimizer} {_options(question)}".rstrip())
-    print_line(f"machine: {machine.name}")
+    print_line(f"machine: {machine.describe()}")
     print_line()
     if served:
         print_table("MB that the busiest rank sends in a step", _BYTES, [_bytes_row(each) for each in served])
@@ -110,7 +110,7 @@ def print_sweep(points: Points) -> None:
 
 def print_amdahl(table: Amdahl, transport: str, question: Question, machine: Machine) -> None:
     """Classes of work, and by what factor each changes."""
-    print_line(f"{transport}; {question.optimizer}; machine: {machine.name}")
+    print_line(f"{transport}; {question.optimizer}; machine: {machine.describe()}")
     keys = list(table.values)
     columns = ("", *(f"W {w}, fraction {f:g}" for w, f in keys), "2 W", "2 fraction")
     rows = []
@@ -125,7 +125,7 @@ def _bytes_row(answer: Answer) -> tuple[str, ...]:
     sent = answer.sent
     mean = "-" if answer.mean_bytes is None else megabytes(answer.mean_bytes)
     sizes = (megabytes(size) for size in (sent.itself, sent.in_node, sent.between, sent.total))
-    workspace = f"{answer.workspace / 2**20:,.0f}"
+    workspace = f"{answer.workspace / 2**20:,.0f}" if answer.workspace else "-"
     rest = (workspace, f"{answer.imbalance:.2f}", str(answer.host_reads))
     return (answer.transport, *sizes, mean, megabytes(answer.start_bytes), *rest)
 

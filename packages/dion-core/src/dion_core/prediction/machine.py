@@ -59,6 +59,11 @@ class Machine:
             changed = replace(changed, between=((1.0, between),))
         return changed
 
+    def describe(self) -> str:
+        """The name and the best rates of the links."""
+        in_node, between = (max(rate for _, rate in points) / 1e9 for points in (self.in_node, self.between))
+        return f"{self.name}; links up to {in_node:g} GB/s a rank in a node, {between:g} between nodes"
+
 
 def rate_at(points: Sequence[Point], size: float) -> float:
     """The rate at a size: on straight lines between the points on logarithmic axes, the outermost rates beyond them.
@@ -111,7 +116,7 @@ def _points(name: str, given: Any) -> tuple[Point, ...]:
 _MIB = float(2**20)
 
 H200 = Machine(
-    name="H200 (docs/performance.md), 25 GB/s a rank between nodes assumed",
+    name="H200 (docs/performance.md)",
     copy=4.15e12,
     # From whole steps: 384 and 1536 those of 1b, 1280 and 5120 of 5120x8, 4480 of 14b.
     newton_schulz=(
@@ -132,4 +137,4 @@ H200 = Machine(
     ),
     between=((1 * _MIB, 10e9), (16 * _MIB, 25e9)),
 )
-"""What is assumed where no profile is given."""
+"""What is assumed where no profile is given; that nodes are linked by 25 GB/s a rank was not measured."""
