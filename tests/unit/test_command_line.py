@@ -2,10 +2,12 @@
 
 import builtins
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +140,20 @@ def test_doctor_takes_what_is_optional_for_healthy(monkeypatch: pytest.MonkeyPat
     assert found["Triton"]["state"] == found["dion-comm-varlen"]["state"] == "optional"
     assert found["Triton"]["remedy"] == "pip install 'triton==3.6.*'"
     assert found["dion-comm-varlen"]["remedy"] == "pip install dion-comm-varlen"
+
+
+@pytest.mark.parametrize(("code", "found"), [(0, "mpi4py 9.9, A Library 1"), (1, "mpi4py 9.9, without a library")])
+def test_doctor_tries_the_mpi_library(code: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert "from mpi4py import MPI" in command[-1]
+        return subprocess.CompletedProcess(command, code, "A Library 1\n", "")
+
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(__version__="9.9"))
+    monkeypatch.setattr(subprocess, "run", run)
+    healthy, all_found = findings(monkeypatch, {})
+    assert healthy
+    assert all_found["MPI"]["found"] == found
+    assert bool(all_found["MPI"]["remedy"]) == bool(code)
 
 
 def test_doctor_looks_at_pairs_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
 import torch
@@ -18,6 +19,9 @@ from dion_core.transport import TransportError
 OLDEST_TORCH = (2, 9)
 TRITON = "3.6"
 """The version that the kernels of Newton-Schulz were tried with."""
+
+MPI_SECONDS = 60.0
+MPI_REMEDY = "install an MPI library, such as openmpi-bin of Debian and Ubuntu"
 
 State = Literal["ok", "optional", "missing"]
 
@@ -114,20 +118,33 @@ def _triton() -> Finding:
 
 def _libraries() -> list[Finding]:
     """MPI and CuPy, which optional transports use."""
-    findings = []
-    for what, module, remedy in (
-        ("MPI", "mpi4py", "pip install mpi4py"),
-        ("CuPy", "cupy", f"pip install cupy-cuda{(torch.version.cuda or '13').split('.')[0]}x"),
-    ):
-        try:
-            found = str(importlib.import_module(module).__version__)
-        except ImportError as error:
-            absent = isinstance(error, ModuleNotFoundError) and error.name == module
-            found = f"{module} is not installed" if absent else f"{module} cannot be imported: {error}"
-            findings.append(Finding(what, "optional", found, remedy))
-        else:
-            findings.append(Finding(what, "ok", f"{module} {found}"))
-    return findings
+    cuda = (torch.version.cuda or "13").split(".")[0]
+    return [_mpi(), _importable("CuPy", "cupy", f"pip install cupy-cuda{cuda}x")]
+
+
+def _mpi() -> Finding:
+    """Whether mpi4py is there and finds a library, tried in another process: to load one that is broken can end it."""
+    binding = _importable("MPI", "mpi4py", "pip install mpi4py")
+    if binding.state != "ok":
+        return binding
+    code = "from mpi4py import MPI; print(' '.join(MPI.Get_library_version().split(',')[0].splitlines()[0].split()))"
+    try:
+        tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=MPI_SECONDS)
+    except subprocess.TimeoutExpired:
+        return replace(binding, state="optional", found=f"{binding.found}, which hangs", remedy=MPI_REMEDY)
+    if tried.returncode:
+        return replace(binding, state="optional", found=f"{binding.found}, without a library", remedy=MPI_REMEDY)
+    return replace(binding, found=f"{binding.found}, {tried.stdout.strip()}")
+
+
+def _importable(what: str, module: str, remedy: str) -> Finding:
+    try:
+        found = str(importlib.import_module(module).__version__)
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name == module
+        found = f"{module} is not installed" if absent else f"{module} cannot be imported: {error}"
+        return Finding(what, "optional", found, remedy)
+    return Finding(what, "ok", f"{module} {found}")
 
 
 def _packages() -> list[Finding]:
