@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from benchmarks.inventories import INVENTORIES, Inventory
 from benchmarks.pages import DOCS, publish
 from dion_core.collectives import SoloGroup
+from dion_core.inventories import INVENTORIES, Inventory
 from dion_core.layout import Axis, split_layout
 from dion_core.ownership import assign_owners, imbalance, newton_schulz_cost
 from dion_core.planning import block_assignment_payload

@@ -31,10 +31,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.inventories import INVENTORIES, renew_gradients, sharded_parameters
+from benchmarks.inventories import renew_gradients, sharded_parameters
 from benchmarks.step_timing import ceilings, profiled, stages_of, time_steps
 from dion_core import NorDion2
-from dion_core.ownership import newton_schulz_cost
+from dion_core.inventories import INVENTORIES
+from dion_core.prediction.timing import newton_schulz_flops as flops_of_matrix
 from dion_core.testing.loopback import Wire, loopback
 
 CASES = (
@@ -178,20 +179,9 @@ def elementwise_bytes(case: Case, fraction: float) -> dict[str, float]:
 
 
 def newton_schulz_flops(case: Case, fraction: float) -> float:
-    """FLOPs of a rank's share, symmetric products at half cost.
-
-    With m <= n: a step on a square matrix is 4 m^3; on another the Gram matrices of two segments cost m^2 n each, the
-    five steps 12 m^3 / 2 or so in all, and the two products with X 2 m^2 n each.
-    """
-    total = 0.0
-    for (rows, columns), count in INVENTORIES[case.inventory].items():
-        chosen = int(rows * fraction)
-        small, large = min(chosen, columns), max(chosen, columns)
-        assert newton_schulz_cost(chosen, columns) == large * small**2
-        if small == large:
-            total += count * 5 * 4 * small**3
-        else:
-            total += count * (2 * small**2 * large + 2 * 2 * small**2 * large + 12 * small**3)
+    """FLOPs of a rank's share, symmetric products at half cost."""
+    matrices = INVENTORIES[case.inventory].items()
+    total = sum(count * flops_of_matrix(int(rows * fraction), columns) for (rows, columns), count in matrices)
     return total / case.world_size
 
 

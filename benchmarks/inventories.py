@@ -1,4 +1,4 @@
-"""The matrices of the models that the benchmarks measure, and optimizers' parameters made of them."""
+"""Optimizers' parameters made of the matrices of `dion_core.inventories`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from dion_core.inventories import Inventory
 from dion_core.layout import shard_segments
-
-Inventory = dict[tuple[int, int], int]
-
-INVENTORIES: dict[str, Inventory] = {
-    "5120x8": {(5120, 5120): 33, (20480, 5120): 16},
-    "1b": {(1536, 1536): 96, (6656, 1536): 48, (1536, 6656): 24},
-    "14b": {(5120, 5120): 160, (17920, 5120): 80, (5120, 17920): 40},
-}
 
 
 def sharded_parameters(inventory: Inventory, mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.Parameter]:

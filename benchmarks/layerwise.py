@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.balance import ELEMENT_BYTES, FRACTION, MODELS
-from benchmarks.inventories import Inventory
 from benchmarks.pages import DOCS, publish
+from dion_core.inventories import Inventory
 from dion_core.ownership import imbalance, newton_schulz_cost
 from dion_core.selection import rows_to_select
 from dion_core.shard_layout import Entry, even_buckets, plan_shards

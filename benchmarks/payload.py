@@ -11,10 +11,10 @@ from statistics import mean
 
 import torch
 
-from benchmarks.inventories import INVENTORIES
 from benchmarks.pages import DOCS, publish
 from dion_comm_nccl import FullShard, LocalTopRows
 from dion_core.collectives import SoloGroup
+from dion_core.inventories import INVENTORIES
 from dion_core.layout import Axis, split_layout
 from dion_core.ownership import assign_owners, newton_schulz_cost
 from dion_core.planning import block_assignment_payload

@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks.balance import MODELS, Balance, balance, least_load, table
-from benchmarks.inventories import INVENTORIES
 from benchmarks.pages import DOCS
 from benchmarks.payload import payloads
 from dion_comm_nccl import LocalTopRows
+from dion_core.inventories import INVENTORIES
 
 
 def test_one_cell_by_hand() -> None:

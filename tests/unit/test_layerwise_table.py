@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.inventories import Inventory
 from benchmarks.layerwise import Share, share, table
 from benchmarks.pages import DOCS
 from dion_core import NorDion2
+from dion_core.inventories import Inventory
 from dion_core.testing.ranks import pool
 
 SHAPES: Inventory = {(64, 32): 5, (16, 128): 3, (100, 20): 2}

@@ -225,7 +225,7 @@ class NewtonSchulz:
             num_rows: R.
         """
         kernels = _kernels_for(rows, num_rows, rows.shape[1], self.compute_dtype)
-        return int(kernels.workspace(batch, num_rows, rows.shape[1])) if kernels is not None else 0
+        return kernel_workspace(batch, num_rows, rows.shape[1]) if kernels is not None else 0
 
     def _orthogonalize(self, matrices: Tensor) -> Tensor:
         """Does the work of `__call__` for (m, n) or (B, m, n), none of them 0, with torch's own products."""
@@ -269,6 +269,12 @@ def orthogonalizer(name_or_object: str | Orthogonalizer) -> Orthogonalizer:
         return name_or_object
     allowed = ", ".join(repr(name) for name in _BY_NAME)
     raise ValueError(f"orthogonalizer must be {allowed} or a callable object, got {name_or_object!r}")
+
+
+def kernel_workspace(batch: int, rows: int, columns: int) -> int:
+    """Bytes that the kernels have allocated at most at a time for (B, R, C) matrices, their result included."""
+    small = min(rows, columns)
+    return 2 * batch * (2 * rows * columns + 4 * small * small) + 16 * batch * rows
 
 
 def _normalize(matrices: Tensor) -> Tensor:

@@ -66,22 +66,37 @@ def make_report(
 
 
 def _workspace(plan: Plan, reports: Sequence[Report]) -> int:
-    """Bytes of GPU memory that a step needs besides what stays: at most `BUCKETS_IN_FLIGHT` buckets hold buffers.
+    """Bytes of GPU memory that a step needs besides what stays: 0 where it is not known.
 
-    0 where it is not known: on a CPU, and with orthogonalizers that do not say what they need.
+    That is on a CPU, and with orthogonalizers that do not say what they need.
     """
-    buffers, inside = [], []
-    for target, report in zip(plan.targets, reports, strict=True):
+    inside = []
+    for target in plan.targets:
         entry, bucket = target.bucket, target.bucket.bucket
-        rows, owned = bucket.layout.max_rows(bucket.group.rank), len(bucket.owned(bucket.rank))
         of_orthogonalizer = getattr(entry.orthogonalizer, "workspace", None)
         sample = torch.empty(0, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
+        owned = len(bucket.owned(bucket.rank))
         known = of_orthogonalizer(sample, owned, bucket.total_rows) if of_orthogonalizer is not None else 0
         if not known:
             return 0
+        inside.append(known)
+    return workspace_bytes(plan, reports, inside)
+
+
+def workspace_bytes(plan: Plan, reports: Sequence[Report], inside: Sequence[int]) -> int:
+    """Bytes that a step needs besides what stays: at most `BUCKETS_IN_FLIGHT` buckets hold buffers.
+
+    Args:
+        plan: of the optimizer.
+        reports: of its buckets, as in the report.
+        inside: what the orthogonalizer needs for each.
+    """
+    buffers = []
+    for target, report in zip(plan.targets, reports, strict=True):
+        bucket = target.bucket.bucket
+        rows = bucket.layout.max_rows(bucket.group.rank)
         tables = TABLE_BYTES * bucket.num_matrices * (rows + bucket.layout.group.size)
         buffers.append(report["traffic"]["bytes"] + tables)
-        inside.append(known)
     pairs = range(max(1, len(buffers) - BUCKETS_IN_FLIGHT + 1)) if buffers else ()
     return max(
         (sum(buffers[n : n + BUCKETS_IN_FLIGHT]) + max(inside[n : n + BUCKETS_IN_FLIGHT]) for n in pairs), default=0

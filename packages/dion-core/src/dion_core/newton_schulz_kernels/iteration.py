@@ -80,12 +80,6 @@ def prepare(
     iterate(room, segments, dtype=dtype, choice=choice)
 
 
-def workspace(batch: int, rows: int, columns: int) -> int:
-    """Bytes that `orthogonalize_rows` has allocated at most at a time, its result included."""
-    small = min(rows, columns)
-    return 2 * batch * (2 * rows * columns + 4 * small * small) + 16 * batch * rows
-
-
 def make_room(batch: int, rows: int, columns: int, *, device: torch.device, choice: Choice) -> Tensor:
     """(1 or 2, B, R, C) float16, uninitialized, for `iterate`: normalized matrices belong into the first part."""
     return torch.empty((2 if choice.apply_inside else 1, batch, rows, columns), dtype=torch.float16, device=device)

@@ -1,0 +1,5 @@
+"""`python -m dion_core.cli` is `dion`."""
+
+from dion_core.cli import main
+
+main()
