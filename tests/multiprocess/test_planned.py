@@ -141,9 +141,19 @@ def test_plans_are_the_reports_of_optimizers() -> None:
             real = by_rank[each.rank][number]
             assert real is not None
             assert without_state(each.at_start) == without_state(real), cell
+            assert each.sent.total == each.typical["bytes_per_step"], cell
             sent.add(real["bytes_per_step"])
     # Not vacuous: figures differ between transports, layouts and numbers of ranks.
     assert len(sent) > 40
+
+
+@pytest.mark.parametrize("axes", [(1, 2, 2), (2, 1, 2), (2, 2, 2)], ids=str)
+def test_bytes_over_several_axes_are_those_of_the_report(axes: Axes) -> None:
+    size = axes[0] * axes[1] * axes[2]
+    question = Question(named_groups(lambda tensor: tensor, "meta"), MeshShape(2, size // 2, *axes))
+    for each in plans(question, "varlen"):
+        assert each.sent.total == each.typical["bytes_per_step"] > 0
+        assert each.sent.between > 0
 
 
 @pytest.mark.parametrize("transport", ["full", "local"])

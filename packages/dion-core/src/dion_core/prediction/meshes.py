@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dion_core.collectives import Group, Handle, Reduction, SoloGroup, group_of, stand_in
+from dion_core.collectives import Group, Handle, Reduction, SoloGroup
 from dion_core.prediction.models import Groups
+from dion_core.process_groups import group_of, stand_in
 from dion_core.views import is_flattened
 
 

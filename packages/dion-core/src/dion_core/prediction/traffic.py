@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dion_core.buckets import MatrixBucket
 from dion_core.builtin import LocalExchange, ReplicatedExchange
+from dion_core.collectives import Group
 from dion_core.keeping import LikeParameters
-from dion_core.layout import Axis, Layout
+from dion_core.layout import Axis, Layout, OuterAxis
 from dion_core.newton_schulz import kernel_workspace
 from dion_core.optimizer import MatrixOptimizer
 from dion_core.optimizers import Dion2, Muon, NorDion2, NorMuon
@@ -227,8 +228,18 @@ def _workspace(plan: Plan, typical: Report) -> int:
 
 def _traffic(entry: MatrixBucket, number: int, plan: Plan, mesh: MeshShape, rank: int) -> BucketTraffic:
     target = plan.targets[number]
-    planned, peers = target.delivery.traffic(entry), entry.bucket.layout.group.ranks
-    return BucketTraffic(*(_by_link(sent, peers, mesh, rank) for sent in (planned.forward, planned.back)))
+    planned, layout = target.delivery.traffic(entry), entry.bucket.layout
+    columns = [outer for outer in layout.outer if outer.axis is Axis.COLUMNS]
+    there = [(layout.group, planned.forward), *_over(columns, planned.outer_forward)]
+    back = [(layout.group, planned.back), *_over(layout.outer, planned.outer_back[::-1])]
+    return BucketTraffic(
+        *(sum((_by_link(sent, group.ranks, mesh, rank) for group, sent in way), Sent()) for way in (there, back))
+    )
+
+
+def _over(axes: Sequence[OuterAxis], sent: Sequence[Sequence[int]]) -> list[tuple[Group, Sequence[int]]]:
+    """What is sent over other axes of the mesh, by group, both outermost first; inner ones may have nothing to send."""
+    return [(outer.group, each) for outer, each in zip(axes, sent, strict=False)]
 
 
 def _by_link(sent: Sequence[int], peers: Sequence[int], mesh: MeshShape, rank: int) -> Sent:
@@ -244,8 +255,8 @@ def _outermost(plan: Plan, world_size: int) -> set[int]:
     found = {0, world_size - 1}
     for entry in plan.buckets:
         bucket = entry.bucket
-        owned = [len(bucket.owned(rank)) for rank in range(bucket.layout.group.size)]
-        found |= {bucket.layout.group.ranks[owned.index(pick(owned))] for pick in (max, min)}
+        owned = [len(bucket.owned(rank)) for rank in range(bucket.layout.num_workers)]
+        found |= {bucket.layout.ranks[owned.index(pick(owned))] for pick in (max, min)}
     for ranks, load in plan.loads.items():
         found |= {ranks[load.index(pick(load))] for pick in (max, min)}
     return found
