@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -76,15 +78,20 @@ class Mesh:
 
     def make(self) -> DeviceMesh:
         """The mesh. Collective."""
-        names = ("a", "b", "c")[: len(self.shape)]
-        if self.ranks:
-            return DeviceMesh("cpu", torch.tensor(self.ranks).view(self.shape))
-        mesh = init_device_mesh("cpu", self.shape, mesh_dim_names=names)
-        return mesh._flatten("all") if self.flat else mesh
+        return made_once(self.shape, self.ranks, self.flat, dist.group.WORLD)
 
     def placements(self, weight: Weight) -> list[Placement]:
         """Of a weight."""
         return [_placement(place) for place in weight.places or self.places]
+
+
+@cache
+def made_once(shape: tuple[int, ...], ranks: tuple[int, ...], flat: bool, world: dist.ProcessGroup) -> DeviceMesh:
+    """The mesh of that shape over these ranks, or all in order: one for all tests, since its groups have threads."""
+    if ranks:
+        return DeviceMesh("cpu", torch.tensor(ranks).view(shape))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
+    return mesh._flatten("all") if flat else mesh
 
 
 def _placement(place: str) -> Placement:
