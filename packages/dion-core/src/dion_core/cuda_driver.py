@@ -1,7 +1,7 @@
 """Kernels that Triton compiled, loaded and launched through the CUDA driver itself.
 
-Triton's own launchers are C modules, one for every signature: they take a C compiler and seconds to build, and three
-times as long as this at every launch. What is passed must lie where the kernel looks for it, so the driver is asked
+Triton's own launchers are C modules, one for every signature: they take a C compiler and seconds to build, and longer
+than this at every launch. What is passed must lie where the kernel looks for it, so the driver is asked
 for the place and size of every parameter, and a kernel that has others than expected is left to Triton.
 """
 
