@@ -17,7 +17,7 @@ from dion_core.capture import StepGraph, check_capturable, form
 from dion_core.checkpoint import START, read_groups, write_groups_
 from dion_core.copies import differing_copies
 from dion_core.layerwise import keeping_for
-from dion_core.membership import check_same_group, checked_names, listed, replica_group, stepping_group
+from dion_core.membership import check_group_ranks, checked_names, listed, replica_group, stepping_group
 from dion_core.operands import Operands, Rates, StepOperands
 from dion_core.options import (
     STRUCTURAL,
@@ -81,7 +81,7 @@ class MatrixOptimizer(Optimizer):
         with self._raised_by_all():
             if isinstance(params, Tensor):
                 raise TypeError("params is a Tensor; an iterable of parameters is needed, such as [parameter]")
-            check_same_group(given_group, self._replicas, self._group)
+            check_group_ranks(given_group, self._replicas, self._group)
             check_options({**options, "nonfinite": self._nonfinite})
             self._keeping = keeping_for(self._given_state, self._group, replicated=self._replicated)
             super().__init__(cast(Parameters, entries), {"algorithm": "matrix", **options, **START})
