@@ -34,6 +34,8 @@ ROWS = {
 TILES = {
     "columns": Mesh((4,), ("1",)),
     "hsdp of columns": Mesh((2, 2), ("r", "1")),
+    "columns, copies inside": Mesh((2, 2), ("1", "r")),
+    "columns after columns": Mesh((2, 2), ("1", "1")),
     "tiles": Mesh((2, 2), ("0", "1")),
     "tiles, rows inside": Mesh((2, 2), ("1", "0")),
     "columns twice": Mesh((2, 2), ("s1/2", "1")),
@@ -64,6 +66,12 @@ PARTS = {
     "columns beside rows twice": (Mesh((2, 2), ("s0/2", "0")), ("1",), ("b",)),
 }
 EIGHT = {
+    "fsdp of eight": (Mesh((8,), ("0",)), PLAIN + FLATTENED),
+    "columns of eight": (Mesh((8,), ("1",)), PLAIN),
+    "experts of eight": (Mesh((8,), ("0",)), STACKS),
+    "hsdp of columns": (Mesh((2, 4), ("r", "1")), PLAIN),
+    "tall tiles": (Mesh((4, 2), ("0", "1")), PLAIN),
+    "rows of four over rows": (Mesh((2, 4), ("s0/4", "0")), PLAIN),
     "hsdp of tiles": (Mesh((2, 2, 2), ("r", "0", "1")), PLAIN),
     "hsdp over tp of rows": (Mesh((2, 2, 2), ("r", "s0/2", "0")), PLAIN),
     "copies inside tiles": (Mesh((2, 2, 2), ("0", "1", "r")), PLAIN),
