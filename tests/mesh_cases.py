@@ -23,6 +23,8 @@ from dion_core.collectives import Call, observe
 from dion_core.newton_schulz import NewtonSchulz
 
 STEPS = 3
+ROUNDINGS = 3e-6
+"""Of weights and state of order one after three steps, where columns are split: sums are in another order."""
 
 Whole = list[dict[str, Tensor]]
 """By weight, the weight and its state by name."""
