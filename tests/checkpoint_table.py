@@ -11,14 +11,11 @@ import torch
 from benchmarks.pages import DOCS, publish
 from dion_core.testing.ranks import pool
 from tests.checkpoint_cases import PLACES, Place, resume, train_and_save
+from tests.mesh_cases import ROUNDINGS
 from tests.training import Snapshot
 
 OPTIMIZER = "NorDion2"
 SAME, CLOSE = "=", "~"
-TOLERANCE = 1e-6
-"""Absolute, of weights and state of size about 1: sums over split columns are in another order."""
-
-
 Saved = dict[Place, tuple[str, list[Snapshot]]]
 """By layout the directory of its checkpoint, and what `train_and_save` returned."""
 
@@ -54,7 +51,7 @@ def _verdict(resumed: Snapshot, unbroken: Snapshot) -> str:
         return SAME
     assert resumed.keys() == unbroken.keys()
     for name, value in resumed.items():
-        assert torch.allclose(value, unbroken[name], rtol=0, atol=TOLERANCE), name
+        assert torch.allclose(value, unbroken[name], rtol=0, atol=ROUNDINGS), name
     return CLOSE
 
 
