@@ -13,23 +13,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dion_core.collectives import Group, SoloGroup
+from dion_core.groups import foreign_group
 from dion_core.meshes import mesh_group
 from dion_core.options import check_parameter
 from dion_core.placements import local_tensor
-from dion_core.process_groups import TorchGroup, group_of
+from dion_core.process_groups import TorchGroup, divides, group_of
 from dion_core.views import check_views, warn_of_views
 
-ProcessGroupLike = ProcessGroup | DeviceMesh | None
+ProcessGroupLike = ProcessGroup | DeviceMesh | str | Any
+"""A process group or mesh of torch, the name of an installed group, a communicator of mpi4py, or None."""
 
 
 def replica_group(group: ProcessGroupLike) -> Group:
     """The ranks that hold equal copies of plain tensors: those of `group`, or this one alone."""
     if group is None:
         return SoloGroup()
+    foreign = foreign_group(group)
+    if foreign is not None:
+        return foreign if foreign.size > 1 else SoloGroup()
     if isinstance(group, DeviceMesh):
         return mesh_group(group)
     if not isinstance(group, ProcessGroup):
-        raise TypeError(f"group={group!r} is not allowed: None, a ProcessGroup or a DeviceMesh")
+        raise TypeError(
+            f"group={group!r} is not allowed: None, a ProcessGroup, a DeviceMesh, the name of an installed group "
+            "('mpi', 'nccl'), or a communicator of mpi4py"
+        )
     replicas = group_of(group)
     return replicas if replicas.size > 1 else SoloGroup()
 
@@ -50,7 +58,8 @@ def stepping_group(entries: list[Any], replicas: Group) -> tuple[Group, torch.de
     group = replicas
     for tensor in tensors:
         if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
-            group, device = mesh_group(tensor.device_mesh), local_tensor(tensor).device
+            device = local_tensor(tensor).device
+            group = replicas if divides(replicas) else mesh_group(tensor.device_mesh)
             break
     _check_backend(group, device)
     return group, device

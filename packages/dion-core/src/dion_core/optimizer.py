@@ -31,7 +31,7 @@ from dion_core.pipeline import agree_on_rows, step_elementwise, step_matrices
 from dion_core.plan import Plan, prepare
 from dion_core.preflight import compare_plans, report_failure
 from dion_core.presence import Presence
-from dion_core.process_groups import watch_stream
+from dion_core.process_groups import through, watch_stream
 from dion_core.report import Report, make_report
 from dion_core.rules import Rule
 from dion_core.state import WAITED, carried_state, loaded_state, loaded_states, waiting_times
@@ -320,7 +320,8 @@ class MatrixOptimizer(Optimizer):
     def _make_plan(self) -> Plan:
         kept = self._plan.choice if self._plan is not None else None
         transport = self._transport if kept is None else kept
-        return self._keeping.make_plan(self.param_groups, self._names, self.rule, self._replicas, transport)
+        with through(self._replicas):
+            return self._keeping.make_plan(self.param_groups, self._names, self.rule, self._replicas, transport)
 
     def _adopt(self, plan: Plan) -> None:
         """Compares the plan with the other ranks' and opens its transport. Collective."""
