@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dion_core.collectives import Group, SoloGroup
+from dion_core.declared import check_declared
 from dion_core.groups import foreign_group
 from dion_core.meshes import mesh_group
 from dion_core.options import check_parameter
@@ -102,7 +103,9 @@ def check_same_group(given: ProcessGroupLike, replicas: Group, group: Group) -> 
         )
 
 
-def checked_names(group: dict[str, Any], number: int, known: Mapping[Tensor, str], ranks: Group) -> dict[Tensor, str]:
+def checked_names(
+    group: dict[str, Any], number: int, known: Mapping[Tensor, str], ranks: Group, replicas: Group
+) -> dict[Tensor, str]:
     """The names of a new group's parameters, which are listed in it; nothing else has changed where that raises.
 
     Args:
@@ -110,6 +113,7 @@ def checked_names(group: dict[str, Any], number: int, known: Mapping[Tensor, str
         number: of the group, for parameters without a name.
         known: the names of the parameters that the optimizer has.
         ranks: of the optimizer.
+        replicas: those that hold plain tensors.
 
     Raises:
         TypeError: something is no tensor.
@@ -127,6 +131,7 @@ def checked_names(group: dict[str, Any], number: int, known: Mapping[Tensor, str
         if other is not None:
             raise ValueError(f"{name} is the same tensor as {other}: a tied tensor is given once")
         check_parameter(parameter, name, matrix=matrix)
+        check_declared(parameter, name, group, replicas.size)
         if matrix:
             check_views(parameter, name, group)
             warn_of_views(parameter, name, group)
