@@ -1,15 +1,7 @@
 """Declared shards over torch.distributed: the same bits as whole tensors, whatever the parts and whoever holds them."""
 
-from typing import Any
-
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
 
-import dion_core
-from dion_core import DeclaredShard
-from dion_core.testing.ranks import pool
 from tests.multiprocess.test_world_size import COLUMNS, FP32, exact_cells
 from tests.training import assert_close, assert_equal_bits, train_cells
 

@@ -18,6 +18,18 @@ def available_groups() -> tuple[str, ...]:
     return tuple(sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}))
 
 
+def loading_errors() -> dict[str, str]:
+    """Of every installed group what is wrong with it, "" if nothing is."""
+    errors = {}
+    for name in available_groups():
+        try:
+            _factory(name)
+            errors[name] = ""
+        except TransportError as error:
+            errors[name] = str(error)
+    return errors
+
+
 def foreign_group(given: Any) -> Group | None:
     """The group of that name, of a communicator of mpi4py, or given as it is; None for anything else. Collective.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dion_core.collectives import Group, num_bytes
+from dion_core.collectives import Group
 from dion_core.declared import SHARD, DeclaredShard
 from dion_core.layout import Segment
 from dion_core.preflight import gather_lines
