@@ -3,11 +3,12 @@
 Results are left in FOLDER, a file a rank.
 """
 
+import copy
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,23 +16,28 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dion_comm_mpi import MpiGroup, mpi_group
 from dion_core import DeclaredShard, NorDion2, available_transports
 from dion_core.testing.conformance import check_all
 from tests.multiprocess import test_collectives as collectives
-from tests.multiprocess.test_world_size import FP32, exact_cells
-from tests.training import Cell, Outcome, run_cell
+from tests.multiprocess.test_world_size import exact_cells
+from tests.training import Cell, Outcome, build, run_cell, set_gradients, snapshot
 
 LAYOUTS = {
     1: ("declared0", "shard0"),
-    2: ("ddp", "declared1", "shard0", "shard1"),
-    3: ("declared0", "replicate"),
+    2: ("ddp", "declared1", "shard0"),
+    3: ("declared0", "shard1"),
     4: ("declared0", "hsdp"),
 }
-"""By number of ranks what is trained: each layout with two or three of them, so that all together take seconds."""
+"""By number of ranks what is trained; all layouts with all of them in `whole_suite`."""
+TRANSPORTS = {1: ("local",), 2: ("capped", "uniform"), 3: ("varlen",), 4: ("full",)}
+"""By number of ranks what passes the conformance suite; likewise."""
+GIVEN = (MPI.COMM_WORLD, "mpi", MPI.COMM_WORLD)
+"""What `group` is, by turns."""
+WITHOUT_TORCH = ("ddp", "declared0", "declared1")
 
 
 class Seat(NamedTuple):
@@ -49,24 +55,42 @@ class Seat(NamedTuple):
 
 
 def cells(layout: str) -> list[Cell]:
-    """What is trained in a layout: every optimizer with every transport in fp32, and one in half precision."""
-    return [cell for cell in exact_cells(layout) if cell.problem is FP32 or cell.optimizer == "NorDion2"]
+    """What is trained in a layout: every optimizer with every transport."""
+    chosen: dict[Any, Cell] = {}
+    for cell in exact_cells(layout):
+        chosen.setdefault((cell.optimizer, str(cell.options["transport"])), cell)
+    return list(chosen.values())
 
 
 def suite() -> dict[str, Any]:
-    """All that has to hold on any number of ranks, first without torch.distributed, then with it."""
-    group, world_size = mpi_group(), MPI.COMM_WORLD.Get_size()
-    found: dict[str, Any] = {"collectives": by_collective(group), "parts": by_part(group)}
-    found["conformance"] = {name: check_all(name, group=group) for name in available_transports()}
-    seat = Seat(group.rank, world_size)
+    """What has to hold on this number of ranks."""
+    size = MPI.COMM_WORLD.Get_size()
+    return examined(LAYOUTS[size], TRANSPORTS[size])
+
+
+def whole_suite() -> dict[str, Any]:
+    """Every layout and every transport."""
+    layouts = (*WITHOUT_TORCH, "shard0", "shard1", "replicate", *["hsdp"] * (MPI.COMM_WORLD.Get_size() == 4))
+    return examined(layouts, available_transports())
+
+
+def examined(layouts: Sequence[str], transports: Iterable[str]) -> dict[str, Any]:
+    """What came out, first without torch.distributed, then with it."""
+    group = mpi_group()
+    found: dict[str, Any] = {"collectives": by_collective(group), "parts": by_part(group), "sum": half_sum(group)}
+    found["conformance"] = {name: check_all(name, group=group) for name in transports}
+    found["refused"] = refused(group)
+    found["resumed"] = resumed(group)
+    found["layerwise"] = layerwise(group)
+    found["refused"].append(message(NorDion2([nn.Parameter(torch.ones(4, 4))], group=group).capture))
+    seat = Seat(group.rank, group.size)
     found["cells"] = {}
-    plain = [layout for layout in LAYOUTS[world_size] if layout in ("ddp", "declared0", "declared1")]
-    for layout, given in zip(plain, (MPI.COMM_WORLD, "mpi", group), strict=False):
+    for layout, given in zip([each for each in layouts if each in WITHOUT_TORCH], GIVEN, strict=False):
         found["cells"][layout] = [run_cell(cell, seat, given) for cell in cells(layout)]
+    assert not dist.is_initialized()
     with torch_distributed() as mesh:
-        for layout in LAYOUTS[world_size]:
-            if layout not in plain:
-                found["cells"][layout] = [through_mpi(cell, mesh) for cell in cells(layout)]
+        for layout in [each for each in layouts if each not in WITHOUT_TORCH]:
+            found["cells"][layout] = [through_mpi(cell, mesh) for cell in cells(layout)]
     return found
 
 
@@ -132,46 +156,65 @@ def by_part(group: MpiGroup) -> list[list[float]]:
     return found
 
 
-def half_sums() -> float:
-    """A sum in bf16 that is exact only if it is made in fp32: 256 + 1 + ... + 1 on so many ranks."""
-    group = mpi_group()
+def half_sum(group: MpiGroup) -> float:
+    """256 + 1 + ... + 1 in bf16, which is 256 if every sum is rounded."""
     tensor = torch.tensor([256.0 if group.rank == 0 else 1.0], dtype=torch.bfloat16)
     group.all_reduce(tensor, "sum").wait()
     return float(tensor)
 
 
-def trained() -> NorDion2:
-    """A small optimizer."""
-    parameter = nn.Parameter(torch.ones(4, 4))
-    parameter.grad = torch.ones(4, 4)
-    return NorDion2([parameter], group=mpi_group(timeout=2.0))
+def refused(group: MpiGroup) -> list[str]:
+    """What optimizers of declared shards raise that do not fit: a hole, an overlap, other tensors, a failing rank."""
+    rank, last = group.rank, group.size - 1
+
+    def made(rows: int, offset: int, size: int, columns: int = 4, name: str = "weight") -> NorDion2:
+        shard = DeclaredShard(0, size, offset)
+        return NorDion2([{"params": [(name, nn.Parameter(torch.ones(rows, columns)))], "shard": shard}], group="mpi")
+
+    rows = 4 * group.size
+    return [
+        message(lambda: made(4 - (rank == last), 4 * rank, rows)),
+        message(lambda: made(4, 4 * rank - (rank == last), rows)),
+        message(lambda: made(4, 4 * rank, rows, columns=4 + (rank == last))),
+        message(lambda: made(4, 4 * rank, rows - (rank == last))),
+        message(lambda: made(4 + (rank == last), 4 * rank, rows)),
+        message(lambda: made(4, 4 * rank, rows) if rank != last else NorDion2([torch.ones(2, 2)], group="mpi")),
+    ]
 
 
-def one_raises() -> None:
-    """A rank meets an error that the others cannot know of, and these wait for it."""
-    optimizer = trained()
-    if MPI.COMM_WORLD.Get_rank() == 1:
-        raise RuntimeError("the data of rank 1 are broken")
-    optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 4)
-    group = mpi_group(timeout=600.0)
-    group.all_reduce(torch.ones(1), "sum").wait()
-    optimizer.step()
+def layerwise(group: MpiGroup) -> list[dict[str, Tensor]]:
+    """The weights after steps with state as the parameters lie, and layer by layer."""
+    seat, weights = Seat(group.rank, group.size), []
+    for options in ({}, {"state": "layerwise"}):
+        cell = next(cell for cell in exact_cells("ddp") if cell.optimizer == "NorDion2")
+        taken = run_cell(replace(cell, options={**cell.options, **options}), seat, group).snapshots[-1]
+        weights.append({name: value for name, value in taken.items() if name.endswith("weight")})
+    return weights
 
 
-def one_is_late() -> None:
-    """A rank does not come to the step."""
-    optimizer = trained()
-    if MPI.COMM_WORLD.Get_rank() == 1:
-        time.sleep(600)
-    optimizer.step()
-
-
-def one_fails_to_build() -> str:
-    """A rank cannot build the optimizer; all raise."""
-    rank = MPI.COMM_WORLD.Get_rank()
-    shard = DeclaredShard(0, 8, 4 * rank)
-    rows = 4 if rank == 0 else 5
-    return message(lambda: NorDion2([{"params": [nn.Parameter(torch.ones(rows, 4))], "shard": shard}], group="mpi"))
+def resumed(group: MpiGroup) -> dict[str, Any]:
+    """Two steps, once unbroken and once with a load between, from the own state and from the whole one."""
+    cell = next(
+        cell for cell in cells("declared0") if cell.optimizer == "NorDion2" and cell.options["transport"] == "full"
+    )
+    cell = replace(cell, steps=(1, 2))
+    seat = Seat(group.rank, group.size)
+    unbroken = run_cell(cell, seat, group).snapshots[-1]
+    found: dict[str, Any] = {"unbroken": unbroken}
+    for way in ("own", "whole"):
+        optimizer, parameters = build(replace(cell, steps=(1,)), seat, group)
+        set_gradients(parameters, cell.problem.gradients[0], cell, seat)
+        optimizer.step()
+        saved = optimizer.state_dict() if way == "own" else optimizer.full_state_dict()
+        again, others = build(cell, seat, group)
+        for name, parameter in others.items():
+            parameter.data.copy_(parameters[name])
+        again.load_state_dict(copy.deepcopy(saved))
+        set_gradients(others, cell.problem.gradients[1], cell, seat)
+        again.step()
+        found[way] = snapshot(again, others)
+        found["shapes"] = [tuple(saved["state"][0]["momentum"].shape), saved["param_groups"][0].get("shard")]
+    return found
 
 
 def message(make: Callable[[], object]) -> str:

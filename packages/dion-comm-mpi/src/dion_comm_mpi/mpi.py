@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dion_comm_mpi._imports import MPI
-from dion_comm_mpi.launcher import abort_together
+from dion_comm_mpi.launch import abort_together
 from dion_core.collectives import Handle, Reduction, TransportError, adjacent, num_bytes, report_call
 
 logger = logging.getLogger("dion_core")
@@ -121,6 +121,9 @@ class MpiGroup:
     timeout: float = TIMEOUT
     label: str = field(default="", compare=False)
 
+    waits_on_host = True
+    """So that a step cannot be captured."""
+
     @property
     def communicator(self) -> MPI.Intracomm:
         """Of these ranks. Collective where it is used first."""
@@ -172,18 +175,18 @@ class MpiGroup:
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
         wide = tensor.float() if tensor.dtype in _HALF else tensor
-        target = torch.empty_like(wide)
 
         def start(sent: _Staged, received: _Staged) -> MPI.Request:
-            kind = _TYPES[wide.dtype]
-            return self.communicator.Iallreduce([sent.buffer, kind], [received.buffer, kind], _operation(reduction))
+            return self.communicator.Iallreduce(
+                MPI.IN_PLACE, [received.buffer, _TYPES[wide.dtype]], _operation(reduction)
+            )
 
         sizes = [num_bytes(tensor)] * self.size
-        return self._launch("all_reduce", sizes, wide, target, start, lambda: _keep(tensor, target))
+        return self._launch("all_reduce", sizes, wide, wide, start, lambda: _keep(tensor, wide))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
         wide = tensor.float() if tensor.dtype in _HALF else tensor
-        target = torch.empty(output.shape, dtype=wide.dtype, device=output.device)
+        target = output if wide is tensor else torch.empty(output.shape, dtype=wide.dtype, device=output.device)
 
         def start(sent: _Staged, received: _Staged) -> MPI.Request:
             kind = _TYPES[wide.dtype]
@@ -283,7 +286,8 @@ class _Pending:
 
 
 def _keep(tensor: Tensor, result: Tensor) -> None:
-    tensor.copy_(result)
+    if tensor is not result:
+        tensor.copy_(result)
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

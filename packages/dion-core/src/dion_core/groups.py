@@ -40,7 +40,7 @@ def foreign_group(given: Any) -> Group | None:
         return _factory(given)()
     if hasattr(given, "Get_rank") and hasattr(given, "Get_size"):
         return _factory("mpi")(given)
-    if hasattr(given, "all_to_all") and hasattr(given, "subgroup"):
+    if hasattr(given, "all_to_all") and hasattr(given, "all_gather"):
         group: Group = given
         return group
     return None

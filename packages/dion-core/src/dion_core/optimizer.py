@@ -137,11 +137,11 @@ class MatrixOptimizer(Optimizer):
         the memory that a step needs until `release`, which is to be called before process groups are destroyed.
 
         Raises:
-            ValueError: something cannot be captured, by name: a parameter that is not on a GPU, a transport that
-                reads on the host, matrices split by columns, heads or blocks cut unevenly, nonfinite="skip".
+            ValueError: something cannot be captured, by name: a parameter that is not on a GPU, a group of MPI, a
+                transport that reads on the host, matrices split by columns, heads or blocks cut unevenly, nonfinite="skip".
                 A later step raises it for a parameter without a gradient and for a loss scaler.
         """
-        check_capturable(self._current_plan(), nonfinite=self._nonfinite)
+        check_capturable(self._current_plan(), self._group, nonfinite=self._nonfinite)
         if self._graph is None:
             self._graph = StepGraph()
 
