@@ -152,7 +152,7 @@ def profile(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
             run.renew()
             step()
         found = profiled(step, run.renew)
-        launches, stages = stages_of(found)
+        launches, stages, exposed = stages_of(found)
     if settings.kernels and _is_first():
         print(found.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=60))
     if settings.trace is not None:
@@ -160,7 +160,7 @@ def profile(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
         rank = f"-rank{dist.get_rank()}" if settings.world is not None else ""
         name = str(case).replace(":", "-") + "-peer" * peer + "-captured" * settings.captured + rank
         found.export_chrome_trace(str(settings.trace / f"{name}.json.gz"))
-    return {"launches": launches, "stages": stages}
+    return {"launches": launches, "stages": stages, "exposed_wire": exposed}
 
 
 def _is_first() -> bool:
@@ -208,7 +208,8 @@ def show(row: dict[str, Any]) -> None:
     stages = (
         f"{name} {ms:.2f}" + (f" ({parts[name]:.0%})" if name in parts else "") for name, ms in row["stages"].items()
     )
-    print(f"{row['case']}: {row['launches']} launches; {', '.join(stages)}", flush=True)
+    wire = f"wire {row['exposed_wire']:.2f} ms exposed"
+    print(f"{row['case']}: {row['launches']} launches; {', '.join(stages)}; {wire}", flush=True)
 
 
 def main() -> None:

@@ -37,10 +37,11 @@ def tables(results: list[dict[str, Any]]) -> str:
         if all(row["captured"] for row in result["rows"]):
             continue
         lines += [
-            "Device time by stage in ms, and what part of the ceiling it is:",
+            "Device time by stage in ms, and what part of the ceiling it is; last, how much of the wire's runs beside "
+            "nothing else:",
             "",
-            "| inventory:W:transport | " + " | ".join(STAGES) + " |",
-            "|---" * (len(STAGES) + 1) + "|",
+            "| inventory:W:transport | " + " | ".join(STAGES) + " | wire exposed |",
+            "|---" * (len(STAGES) + 2) + "|",
             *(_stages(row) for row in result["rows"] if not row["captured"]),
             "",
         ]
@@ -63,7 +64,8 @@ def _stages(row: dict[str, Any]) -> str:
     for stage in STAGES:
         part = row["of_ceiling"].get(stage)
         cells.append(f"{row['stages'][stage]:.2f}" + (f" ({part:.0%})" if part else ""))
-    return f"| {_name(row)} | " + " | ".join(cells) + " |"
+    exposed = f"{row['exposed_wire']:.2f}" if "exposed_wire" in row else ""
+    return f"| {_name(row)} | " + " | ".join(cells) + f" | {exposed} |"
 
 
 def wire_table(results: list[dict[str, Any]]) -> str:
@@ -73,10 +75,11 @@ def wire_table(results: list[dict[str, Any]]) -> str:
         lines += [
             f"{result['world']} x {result['machine']}, torch {result['torch']}, {result['date'][:10]}:",
             "",
-            "| MiB a peer | all_to_all_single GB/s | list GB/s | exposed beside products |",
-            "|---|---|---|---|",
+            "| MiB a peer | all_to_all_single GB/s | list GB/s | registered GB/s | exposed beside products |",
+            "|---|---|---|---|---|",
             *(
-                f"| {row['MiB']} | {row['single']:.0f} | {row['list']:.0f} | {row['exposed']:.0%} |"
+                f"| {row['MiB']} | {row['single']:.0f} | {row['list']:.0f} | {row['registered']:.0f} "
+                f"| {row['exposed']:.0%} |"
                 for row in result["rows"]
             ),
             "",

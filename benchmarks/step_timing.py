@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -138,15 +139,36 @@ def profiled(step: Callable[[], Any], renew: Callable[[], None]) -> Any:
     return profile
 
 
-def stages_of(profile: Any) -> tuple[int, dict[str, float]]:
-    """Launches (kernels, copies and fills) of one profiled step, and the device time of its kernels by stage in ms."""
-    launches, stages = 0, Counter[str]()
+def stages_of(profile: Any) -> tuple[int, dict[str, float], float]:
+    """What the device did in one profiled step.
+
+    Returns:
+        Launches (kernels, copies and fills); the device time of the kernels by stage in ms; and of that of the wire the
+        part in ms during which nothing else ran.
+    """
+    stages = Counter[str]()
+    wire, work = list[Interval](), list[Interval]()
     for event in profile.events():
         annotation = event.is_user_annotation or event.name.startswith("Optimizer.")
         if event.device_type == torch.autograd.DeviceType.CUDA and not annotation:
-            launches += 1
-            stages[_stage(event.name)] += event.device_time / 1e3
-    return launches, {name: stages[name] for name in (*STAGES, "other")}
+            stage = _stage(event.name)
+            stages[stage] += event.device_time / 1e3
+            (wire if stage == "wire" else work).append((event.time_range.start, event.time_range.end))
+    exposed = (covered([*wire, *work]) - covered(work)) / 1e3
+    return len(wire) + len(work), {name: stages[name] for name in (*STAGES, "other")}, exposed
+
+
+Interval = tuple[float, float]
+"""Beginning and end."""
+
+
+def covered(intervals: Sequence[Interval]) -> float:
+    """How long at least one of them lasts: 3 for (0, 2), (1, 2) and (4, 5)."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _stage(kernel: str) -> str:

@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 -m benchmarks.wire [--output FILE]
 
 "single" and "list" are what one rank sends to others in GB/s (1e9 bytes), by `all_to_all_single` and by `all_to_all`.
+"registered" is the single exchange between buffers that were registered with NCCL before.
 "exposed" is what part of the single exchange's time is left when it runs on NCCL's own stream beside products of about
 the same length. Every figure is the slowest rank's.
 Results are kept as JSON under benchmarks/results/ with the machine named.
@@ -38,6 +39,22 @@ def slowest_ms(work: Callable[[], Any]) -> float:
     return float(time)
 
 
+def registered(shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Two buffers of bytes in memory that NCCL allocated and knows."""
+    assert dist.group.WORLD is not None
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cuda"))
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    with torch.cuda.use_mem_pool(pool):
+        both = tuple(torch.empty(shape, dtype=torch.uint8, device="cuda") for _ in range(2))
+    backend.register_mem_pool(pool)
+    _POOLS.append(pool)
+    return both[0], both[1]
+
+
+_POOLS: list[Any] = []
+"""They are kept until the process ends."""
+
+
 def measure(mib: int) -> dict[str, float]:
     """The figures for messages of that size."""
     size = dist.get_world_size()
@@ -60,11 +77,17 @@ def measure(mib: int) -> dict[str, float]:
         multiply()
         handle.wait()
 
+    between = registered(sent.shape)
+
+    def from_registered() -> None:
+        dist.all_to_all_single(*between)
+
     alone, work, both = slowest_ms(single), slowest_ms(multiply), slowest_ms(beside)
     return {
         "MiB": mib,
         "single": num_bytes / alone / 1e6,
         "list": num_bytes / slowest_ms(listed) / 1e6,
+        "registered": num_bytes / slowest_ms(from_registered) / 1e6,
         "exposed": max(0.0, both - work) / alone,
     }
 
@@ -74,7 +97,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     rows = [measure(mib) for mib in SIZES]
     if dist.get_rank() == 0:
         for row in rows:

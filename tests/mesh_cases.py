@@ -35,12 +35,18 @@ class Weight:
     Attributes:
         rows: those of each of its matrices, where it is divided by rows.
         places: where it lies, if elsewhere than its mesh says.
+        axes: of the mesh, those that it lies on, by name; empty: all. What lies beside them has a weight of its own.
     """
 
     shape: tuple[int, ...]
     keys: Mapping[str, Any] = field(default_factory=dict)
     rows: tuple[int, ...] = ()
     places: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+
+    def mesh_of(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The part of the mesh that it lies on."""
+        return mesh[self.axes] if self.axes else mesh
 
     def matrices(self, value: Tensor) -> list[Tensor]:
         """The matrices in the weight, or in a tensor that lies like it; written without the code under test."""
@@ -234,7 +240,9 @@ def build(case: Case, mesh: DeviceMesh, **options: Any) -> tuple[Any, list[nn.Pa
     """The optimizer of a case on this rank, and the parameters of its weights."""
     assert case.mesh is not None
     both = list(zip(values(case)[0], case.weights, strict=True))
-    parameters = [nn.Parameter(placed(value, mesh, case.mesh.placements(weight))) for value, weight in both]
+    parameters = [
+        nn.Parameter(placed(value, weight.mesh_of(mesh), case.mesh.placements(weight))) for value, weight in both
+    ]
     groups: list[dict[str, Any]] = [
         {"params": [(f"weight{number}", parameter)], **weight.keys}
         for number, (parameter, weight) in enumerate(zip(parameters, case.weights, strict=True))
@@ -248,7 +256,7 @@ def set_gradients(
     """Gives every parameter this rank's part of its gradient."""
     assert case.mesh is not None
     for parameter, gradient, weight in zip(parameters, gradients, case.weights, strict=True):
-        parameter.grad = placed(gradient, mesh, case.mesh.placements(weight))
+        parameter.grad = placed(gradient, weight.mesh_of(mesh), case.mesh.placements(weight))
 
 
 def placed(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

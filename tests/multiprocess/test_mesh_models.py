@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -15,11 +15,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dion_comm_capped import Capped
 from dion_comm_nccl import FullShard
-from dion_core import NorDion2, NorMuon, TransportError, buckets
+from dion_core import Dion2, NorDion2, NorMuon, TransportError, buckets
 from dion_core.copies import fingerprint
 from dion_core.meshes import mesh_axes
 from dion_core.testing.ranks import pool
-from tests.mesh_cases import Case, Mesh, Weight, build, compare_here, set_gradients, values
+from tests.mesh_cases import Case, Mesh, Weight, build, compare_here, placed, set_gradients, values
 
 STEPS = 3
 HSDP, TILES = Mesh((2, 2), ("r", "0")), Mesh((2, 2), ("0", "1"))
@@ -27,7 +27,9 @@ WEIGHTS = (Weight((17, 12)), Weight((17, 12)), Weight((12, 10)))
 
 
 class Model(nn.Module):
-    """A column-parallel layer, a row-parallel one after it, an uneven column-parallel one beside both, and a norm."""
+    """A column-parallel layer, a row-parallel one after it, an uneven column-parallel one beside both; and a norm and
+    a router, of which tensor parallelism knows nothing: FSDP2 puts them on its own axes of the mesh alone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,10 +37,12 @@ class Model(nn.Module):
         self.down = nn.Linear(6, 8, bias=False)
         self.side = nn.Linear(8, 5, bias=False)
         self.norm = nn.LayerNorm(8)
+        self.router = nn.Linear(8, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         side = self.side(x).square().sum(dim=-1, keepdim=True)
-        result: Tensor = 2 * self.norm(x + self.down(torch.tanh(self.up(x))) * side)
+        routed = self.router(x).tanh().sum(dim=-1, keepdim=True)
+        result: Tensor = 2 * self.norm(x + self.down(torch.tanh(self.up(x))) * side * routed)
         return result
 
 
@@ -55,26 +59,12 @@ def model_on(way: str) -> nn.Module:
     mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "side": ColwiseParallel(output_layouts=Replicate())}
     parallelize_module(model, mesh["tp"], plan)
-    for name, parameter in list(model.norm.named_parameters()):
-        whole = DTensor.from_local(parameter.detach(), mesh["tp"], [Replicate()], run_check=False)
-        model.norm.register_parameter(name, nn.Parameter(whole))
-    model.norm.register_forward_pre_hook(replicated(mesh["tp"]))
-    model.norm.register_forward_hook(lambda module, given, result: result.to_local())
     fully_shard(model, mesh=mesh[names[:-1]])
     return model
 
 
-def replicated(mesh: DeviceMesh) -> Any:
-    """A hook that tells a module that all ranks of the mesh give it the same."""
-
-    def hook(module: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
-        return (DTensor.from_local(given[0], mesh, [Replicate()], run_check=False),)
-
-    return hook
-
-
-def trained(way: str, kind: Any, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Whole parameters after some steps, what `check_replicas` says, and the placements."""
+def trained(way: str, kind: Any, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str], dict[str, str]]:
+    """Whole parameters after some steps, what `check_replicas` says, and the placements, with the size of the mesh."""
     model = model_on(way)
     matrices = [(name, each) for name, each in model.named_parameters() if each.ndim == 2]
     others = [(name, each) for name, each in model.named_parameters() if each.ndim == 1]
@@ -90,7 +80,12 @@ def trained(way: str, kind: Any, options: dict[str, Any]) -> tuple[dict[str, Ten
         for name, each in model.named_parameters()
     }
     differing = [] if way == "one process" else optimizer.check_replicas()
-    return whole, differing, [str(getattr(each, "placements", "")) for _, each in matrices]
+    lie = {
+        name: f"{each.placements} on {each.device_mesh.size()}"
+        for name, each in model.named_parameters()
+        if isinstance(each, DTensor)
+    }
+    return whole, differing, lie
 
 
 @pytest.mark.parametrize("way", ["hsdp", "tp"])
@@ -108,10 +103,12 @@ def test_models_of_frameworks_on_eight_ranks(way: str) -> None:
 def agree_with_one_process(way: str, world_size: int) -> None:
     for kind, options in ((NorMuon, {"transport": "full"}), (NorDion2, {"fraction": 0.5, "transport": "varlen"})):
         wanted, _, _ = trained("one process", kind, {name: options[name] for name in options if name != "transport"})
-        for found, differing, placements in pool(world_size).run(trained, way, kind, options):
+        for found, differing, lie in pool(world_size).run(trained, way, kind, options):
             assert differing == []
-            assert ("_StridedShard" in placements[2]) == (way == "tp"), placements
-            assert ("Shard(dim=1)" in placements[1]) == (way == "tp"), placements
+            assert ("_StridedShard" in lie["side.weight"]) == (way == "tp"), lie
+            assert ("Shard(dim=1)" in lie["down.weight"]) == (way == "tp"), lie
+            on_some = {name for name, where in lie.items() if f"on {world_size}" not in where}
+            assert on_some == ({"norm.weight", "norm.bias", "router.weight"} if way == "tp" else set()), lie
             for name in wanted:
                 # Gradients of different ranks are summed in another order.
                 torch.testing.assert_close(found[name], wanted[name], rtol=1e-6, atol=1e-6, msg=name)
@@ -321,3 +318,76 @@ def test_plans_for_other_experts_may_differ_and_those_for_the_same_must_not() ->
     assert "ranks [2] have '3 x 8x6 rows over 2 ranks" in messages[0]
     assert "ranks [3] have '3 x 8x6 rows over 2 ranks" in messages[0]
     assert "weight0 (slice 3)" in messages[0]
+
+
+def on_parts(whole: bool) -> tuple[list[Tensor], list[str], list[str], dict[str, Any]]:
+    """Plain tensors with copies on one axis beside a weight on both, or the reverse.
+
+    Gives what they are after two steps, what `check_replicas` says before and after a bit of one copy was flipped, and
+    the whole state.
+    """
+    mesh = TILES.make()
+    torch.manual_seed(3)
+    values = [torch.randn(6, 5), torch.randn(4, 7)]
+    plain = nn.Parameter(values[0].clone())
+    split = nn.Parameter(placed(values[1], mesh["b"] if whole else mesh, [Shard(0)] if whole else [Shard(0), Shard(1)]))
+    optimizer = NorMuon([("plain", plain), ("split", split)], group=mesh if whole else mesh["b"])
+    for step in range(2):
+        plain.grad = values[0] + step
+        split.grad = placed(values[1] - step, split.device_mesh, split.placements)
+        optimizer.step()
+    before = optimizer.check_replicas()
+    flip(optimizer.state[plain]["momentum"], 2)
+    after = optimizer.check_replicas()
+    return [plain.detach(), split.full_tensor().detach()], before, after, optimizer.full_state_dict()["state"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_plain_tensors_and_meshes_of_other_sizes(whole: bool) -> None:
+    torch.manual_seed(3)
+    values = [torch.randn(6, 5), torch.randn(4, 7)]
+    wanted = [nn.Parameter(value.clone()) for value in values]
+    alone = NorMuon(wanted)
+    for step in range(2):
+        wanted[0].grad, wanted[1].grad = values[0] + step, values[1] - step
+        alone.step()
+    for found, before, after, state in pool(4).run(on_parts, whole):
+        torch.testing.assert_close(found, [each.detach() for each in wanted], rtol=0, atol=1e-6)
+        torch.testing.assert_close(state[1]["momentum"], alone.state[wanted[1]]["momentum"], rtol=0, atol=1e-6)
+        assert before == []
+        others = "[0, 1, 3]" if whole else "[3]"
+        expected = [f"ranks {others}", "ranks [2]"][:: 1 if whole else -1]
+        assert after == [f"plain (momentum) differs: {' and '.join(expected)}"]
+
+
+def shifting(step: int, part: int) -> Tensor:
+    """A gradient whose largest rows lie elsewhere after some steps, sooner in one part than in the other."""
+    generator = torch.Generator().manual_seed(100 * step + part)
+    rows = torch.ones(64, 1)
+    rows[32 * ((step // (5 + 6 * part)) % 2) :][:32] = 10.0
+    return torch.randn(64, 6, generator=generator) * rows
+
+
+def parts_that_learn_apart(steps: int) -> tuple[int, list[Tensor]]:
+    """This rank's place beside the part, and its weights: what the ranks of other parts learn must not matter."""
+    mesh = Mesh((2, 2), ("s0/2", "0")).make()
+    whole = nn.Parameter(placed(shifting(0, 2), mesh, Mesh((2, 2), ("s0/2", "0")).placements(Weight((64, 6)))))
+    part, place = nn.Parameter(placed(shifting(0, 3), mesh["a"], [Shard(0)])), mesh["b"].get_local_rank()
+    options = {"fraction": 0.25, "transport": Capped(on_overflow="varlen", always_pack=True)}
+    optimizer = Dion2([("whole", whole), ("part", part)], **options)
+    for step in range(steps):
+        whole.grad = placed(shifting(step, 2), mesh, whole.placements)
+        part.grad = placed(shifting(step, place), mesh["a"], [Shard(0)])
+        optimizer.step()
+    return place, [whole.full_tensor().detach(), part.full_tensor().detach()]
+
+
+def test_what_parts_learn_is_their_own() -> None:
+    steps = 40
+    for place, found in pool(4).run(parts_that_learn_apart, steps):
+        wanted = [nn.Parameter(shifting(0, 2)), nn.Parameter(shifting(0, 3))]
+        alone = Dion2(wanted, fraction=0.25)
+        for step in range(steps):
+            wanted[0].grad, wanted[1].grad = shifting(step, 2), shifting(step, place)
+            alone.step()
+        assert all(torch.equal(one, other.detach()) for one, other in zip(found, wanted, strict=True))

@@ -34,6 +34,8 @@ ROWS = {
 TILES = {
     "columns": Mesh((4,), ("1",)),
     "hsdp of columns": Mesh((2, 2), ("r", "1")),
+    "columns, copies inside": Mesh((2, 2), ("1", "r")),
+    "columns after columns": Mesh((2, 2), ("1", "1")),
     "tiles": Mesh((2, 2), ("0", "1")),
     "tiles, rows inside": Mesh((2, 2), ("1", "0")),
     "columns twice": Mesh((2, 2), ("s1/2", "1")),
@@ -48,7 +50,28 @@ EXPERTS = {
     "experts and columns": Mesh((2, 2), ("0", "-1")),
     "tiles of every expert": Mesh((2, 2), ("-2", "-1")),
 }
+
+
+def on_part(places: tuple[str, ...], axes: tuple[str, ...]) -> tuple[Weight, ...]:
+    """Weights on some axes of the mesh, and heads, between others and after them."""
+    part = [Weight(shape, places=places, axes=axes) for shape in ((17, 12), (9, 10), (5, 9))]
+    heads = Weight((32, 6), {"num_heads": 8}, (4,) * 8, places=places, axes=axes)
+    return (*PLAIN[:2], *part, *PLAIN[2:5], heads, part[0])
+
+
+PARTS = {
+    "rows beside tiles": (Mesh((2, 2), ("0", "1")), ("0",), ("a",)),
+    "copies beside tiles": (Mesh((2, 2), ("0", "1")), ("r",), ("b",)),
+    "rows beside hsdp": (Mesh((2, 2), ("r", "0")), ("0",), ("b",)),
+    "columns beside rows twice": (Mesh((2, 2), ("s0/2", "0")), ("1",), ("b",)),
+}
 EIGHT = {
+    "fsdp of eight": (Mesh((8,), ("0",)), PLAIN + FLATTENED),
+    "columns of eight": (Mesh((8,), ("1",)), PLAIN),
+    "experts of eight": (Mesh((8,), ("0",)), STACKS),
+    "hsdp of columns": (Mesh((2, 4), ("r", "1")), PLAIN),
+    "tall tiles": (Mesh((4, 2), ("0", "1")), PLAIN),
+    "rows of four over rows": (Mesh((2, 4), ("s0/4", "0")), PLAIN),
     "hsdp of tiles": (Mesh((2, 2, 2), ("r", "0", "1")), PLAIN),
     "hsdp over tp of rows": (Mesh((2, 2, 2), ("r", "s0/2", "0")), PLAIN),
     "copies inside tiles": (Mesh((2, 2, 2), ("0", "1", "r")), PLAIN),
@@ -56,6 +79,7 @@ EIGHT = {
     "hsdp of four": (Mesh((2, 4), ("r", "0")), PLAIN),
     "four copies": (Mesh((4, 2), ("r", "0")), PLAIN),
     "wide tiles": (Mesh((2, 4), ("0", "1")), PLAIN),
+    "hsdp beside tiles": (Mesh((2, 2, 2), ("r", "0", "1")), on_part(("r", "0"), ("a", "b"))),
     "experts, hsdp": (Mesh((2, 2, 2), ("0", "r", "-2")), STACKS),
     "experts, tiles": (Mesh((2, 2, 2), ("0", "-2", "-1")), STACKS),
 }
@@ -113,8 +137,15 @@ def check(case: Case, outcomes: list[Outcome], *, exact: bool) -> None:
             assert len(sent) == traffic["collectives"]
             assert traffic["bytes"] == sum(map(sum, sent))
     assert sum(outcome.report["rows"]["nonfinite"] for outcome in outcomes) > 0
-    matrices = sum(len(weight.matrices(torch.empty(weight.shape))) for weight in case.weights)
+    matrices = sum(times(case, weight) * len(weight.matrices(torch.empty(weight.shape))) for weight in case.weights)
     assert sum(outcome.orthogonalized for outcome in outcomes) == matrices, case
+
+
+def times(case: Case, weight: Weight) -> int:
+    """How many parts of the mesh have a weight of that name."""
+    assert case.mesh is not None
+    sizes = dict(zip("abc", case.mesh.shape, strict=False))
+    return case.mesh.world_size // torch.Size(sizes[axis] for axis in weight.axes or sizes).numel()
 
 
 def go_through(name: str, mesh: Mesh, weights: tuple[Weight, ...], *, exact: bool) -> list[list[Outcome]]:
@@ -158,6 +189,23 @@ def test_experts_beside_other_weights() -> None:
     for case, outcomes in zip(made, compared(made), strict=True):
         check(case, outcomes, exact=True)
         assert len({len(outcome.report["buckets"]) for outcome in outcomes}) > 2
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_weights_on_a_part_of_the_mesh(name: str) -> None:
+    """Each part has its own, and works on it by itself; what all have in common stays as it was."""
+    mesh, places, axes = PARTS[name]
+    go_through(name, mesh, on_part(places, axes), exact=not {"1"} & {*mesh.places, *places})
+
+
+def test_parts_that_cross() -> None:
+    """Two parts, of which each rank has one of either, beside weights on the whole mesh; rows may have to wait."""
+    crossing = [Weight((rows, 12), places=("0",), axes=(axis,)) for rows in (17, 9) for axis in ("a", "b")]
+    weights = (*crossing, Weight((17, 12)), *crossing)
+    options = {"fraction": 0.4, "transport": "capped"}
+    made = [Case(Mesh((2, 2), ("s0/2", "0")), weights, name, options) for name in ("Dion2", "NorDion2")]
+    for case, outcomes in zip(made, compared(made), strict=True):
+        check(case, outcomes, exact=True)
 
 
 @pytest.mark.slow

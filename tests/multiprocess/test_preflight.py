@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -175,36 +176,41 @@ def mixed_scopes() -> Groups:
     return [{"params": [parameter("w")], "scope": "global"}, {"params": [parameter("v")], "scope": "local"}]
 
 
-def on_parts_of_the_mesh(placements: tuple[Any, ...] | None) -> nn.Parameter:
-    """Lies on half of the ranks, or on all of them as a 2 x 2 mesh with the placements."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    if placements is None:
-        return nn.Parameter(DTensor.from_local(torch.ones(4, 6), mesh["inner"], [Shard(0)]))
-    return nn.Parameter(DTensor.from_local(torch.ones(4, 6), mesh, placements))
+@cache
+def two_by_two(world: dist.ProcessGroup | None) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
 
 
-def half_of_the_ranks() -> dist.ProcessGroup:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")).get_group("inner")
+def on_the_mesh(*placements: Any) -> nn.Parameter:
+    """Lies on all ranks as a 2 x 2 mesh."""
+    return nn.Parameter(DTensor.from_local(torch.ones(4, 6), two_by_two(dist.group.WORLD), placements))
+
+
+def on_part(axis: str) -> nn.Parameter:
+    """Lies on half of the ranks."""
+    return nn.Parameter(DTensor.from_local(torch.ones(4, 6), two_by_two(dist.group.WORLD)[axis], [Shard(0)]))
 
 
 ALIKE: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "option": (lambda: Muon([parameter("w")], lr=-1.0), ("lr=-1.0 is not allowed",)),
     "scopes": (lambda: Dion2(mixed_scopes()), ("auto", "global, local")),
     "meshes": (
-        lambda: Muon([parameter("w"), ("half", on_parts_of_the_mesh(None))]),
-        ("half lies on", "[0, 1, 2, 3]", "one optimizer for each set of ranks"),
+        lambda: Muon([("w", on_part("outer")), ("half", on_part("inner"))]),
+        ("half lies on", "one of them must have all", "group= a mesh of all those ranks"),
     ),
     "partial": (
-        lambda: Muon([("w", on_parts_of_the_mesh((Partial(), Shard(0))))]),
+        lambda: Muon([("w", on_the_mesh(Partial(), Shard(0)))]),
         ("w: placements (Partial", "are not supported", "Shard of any dimension and Replicate()"),
     ),
     "strided": (
-        lambda: Muon([("w", on_parts_of_the_mesh((_StridedShard(0, split_factor=3), Shard(0))))]),
+        lambda: Muon([("w", on_the_mesh(_StridedShard(0, split_factor=3), Shard(0)))]),
         ("w: placements (_StridedShard", "are not supported", "_StridedShard as fully_shard makes it"),
     ),
     "group": (
-        lambda: Muon([parameter("w"), ("plain", torch.ones(2, 2))], group=half_of_the_ranks()),
-        ("group=", "[0, 1, 2, 3]", "both must have the same ranks"),
+        lambda: Muon(
+            [("w", on_part("outer")), ("plain", torch.ones(2, 2))], group=two_by_two(dist.group.WORLD)["inner"]
+        ),
+        ("group=", "lie on ranks", "one of them must have all"),
     ),
 }
 

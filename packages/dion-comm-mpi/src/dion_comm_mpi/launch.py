@@ -48,7 +48,7 @@ def local_rank(environment: Mapping[str, str] | None = None) -> int | None:
     """
     known = os.environ if environment is None else environment
     name = _LOCAL_RANK.get(launcher(known) or "")
-    return int(known[name]) if name in known else None
+    return int(known[name]) if name is not None and name in known else None
 
 
 def local_device(communicator: MPI.Intracomm | None = None) -> torch.device:

@@ -73,29 +73,35 @@ def differing_copies(
     """
     if group.size == 1 or not tensors:
         return []
-    here = torch.stack([fingerprint(local_tensor(tensor)).to(device) for tensor, _ in tensors.values()])
-    gathered = here.new_empty(group.size, len(here))
+    sums = torch.stack([fingerprint(local_tensor(tensor)).to(device) for tensor, _ in tensors.values()])
+    own = group.ranks[group.rank]
+    first = [_first_holder(tensor, parameter, replicas, own) for tensor, parameter in tensors.values()]
+    here = torch.stack([torch.tensor(first, device=device), sums])
+    gathered = here.new_empty(group.size, *here.shape)
     group.named("the comparison of copies").all_gather(gathered.unbind(), here).wait()
-    by_rank = dict(zip(group.ranks, gathered.tolist(), strict=True))
+    by_rank = sorted(zip(group.ranks, gathered.tolist(), strict=True))
     lines = []
-    for number, (name, (tensor, parameter)) in enumerate(tensors.items()):
-        for ranks in _holders_of_copies(tensor, parameter, replicas):
-            found: dict[Any, list[int]] = {}
-            for rank in ranks:
-                found.setdefault(by_rank[rank][number], []).append(rank)
-            if len(found) > 1:
-                lines.append(f"{name} differs: {' and '.join(f'ranks {same}' for same in found.values())}")
+    for number, name in enumerate(tensors):
+        found: dict[int, dict[int, list[int]]] = {}
+        for rank, (firsts, fingerprints) in by_rank:
+            found.setdefault(firsts[number], {}).setdefault(fingerprints[number], []).append(rank)
+        lines += [
+            f"{name} differs: {' and '.join(f'ranks {same}' for same in copies.values())}"
+            for copies in found.values()
+            if len(copies) > 1
+        ]
     return lines
 
 
-def _holders_of_copies(tensor: Tensor, parameter: Tensor, replicas: Group) -> Sequence[Sequence[int]]:
-    """The sets of ranks that hold equal parts of the tensor."""
+def _first_holder(tensor: Tensor, parameter: Tensor, replicas: Group, own: int) -> int:
+    """The lowest global rank among those that hold the same part of the tensor as this one, whose number is `own`."""
     if not isinstance(parameter, DTensor):
-        return [sorted(replicas.ranks)] if replicas.size > 1 else []
+        return min(replicas.ranks) if replicas.size > 1 else own
+    mesh = parameter.device_mesh
     if not isinstance(tensor, DTensor):  # a count of steps, say
-        return [sorted(parameter.device_mesh.mesh.flatten().tolist())]
-    mesh = tensor.device_mesh.mesh
-    split = [axis for axis, place in enumerate(tensor.placements) if split_dim(place, tensor.ndim) is not None]
-    kept = [axis for axis in range(mesh.ndim) if axis not in split]
-    lines = mesh.permute(*split, *kept).reshape(-1, torch.Size(mesh.shape[axis] for axis in kept).numel())
-    return [sorted(line) for line in lines.tolist()]
+        return int(mesh.mesh.min())
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    split = [split_dim(place, tensor.ndim) is not None for place in tensor.placements]
+    copies = mesh.mesh[tuple(place if cut else slice(None) for place, cut in zip(coordinate, split, strict=True))]
+    return int(copies.min())

@@ -140,7 +140,7 @@ class ByOwners:
         self._names = names
         members = trainable_members(groups, names)
         for member in members:
-            self._check(member)
+            self._check(member, replicas)
         matrices = [m for m in members if m.group["algorithm"] == "matrix" and m.parameter.numel()]
         choice_for(matrices, rule, transport, needed=False)
         parts, layouts, _ = divided(matrices, replicas)
@@ -204,13 +204,18 @@ class ByOwners:
         rest = {key: value for key, value in state_dict.items() if key != PART}
         return {**rest, "state": dict(sorted(whole.items()))}
 
-    def _check(self, member: Member) -> None:
+    def _check(self, member: Member, replicas: Group) -> None:
         """Raises ValueError for a parameter of which the ranks do not hold equal copies."""
         parameter, size = member.parameter, self._group.size
         if member.group.get(SHARD) is not None:
             raise ValueError(
                 f'{member.name}: {member.group[SHARD]!r} is not supported with state="layerwise", which is for whole '
                 "copies on all ranks; of declared shards every rank keeps the state of its own without it"
+            )
+        if self._replicated and not isinstance(parameter, DTensor) and replicas.size != size:
+            raise ValueError(
+                f"{member.name} is a plain tensor with copies on ranks {list(replicas.ranks)}, and others lie on "
+                f'{list(self._group.ranks)}: state="layerwise" needs the same ranks for all parameters'
             )
         if not isinstance(parameter, DTensor):
             if not self._replicated:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_rank
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -46,6 +46,8 @@ def replica_group(group: ProcessGroupLike) -> Group:
 def stepping_group(entries: list[Any], replicas: Group) -> tuple[Group, torch.device]:
     """The ranks that hold parts or copies of the parameters, and the device for their small messages.
 
+    They are those of the largest mesh, or of `replicas` if these are more; other parameters may lie on some of them.
+
     Args:
         entries: parameters, (name, parameter) pairs, or groups of either. The "params" of a group is replaced
             by a list, so that a generator can be read again.
@@ -57,11 +59,13 @@ def stepping_group(entries: list[Any], replicas: Group) -> tuple[Group, torch.de
     tensors = [tensor for tensor in _tensors(entries) if not tensor.is_meta]
     device = local_tensor(tensors[0]).device if tensors else torch.device("cpu")
     group = replicas
-    for tensor in tensors:
-        if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
-            device = local_tensor(tensor).device
-            group = replicas if divides(replicas) else mesh_group(tensor.device_mesh)
-            break
+    largest = max((each for each in tensors if isinstance(each, DTensor)), key=_num_ranks, default=None)
+    if largest is not None and divides(replicas):  # it serves the ranks of all meshes, in place of process groups
+        device = local_tensor(largest).device
+    elif largest is not None and _num_ranks(largest) > 1 and _num_ranks(largest) >= replicas.size:
+        if largest.device_mesh.get_coordinate() is None:
+            raise ValueError(f"this rank, {get_rank()}, is none of {largest.device_mesh}, on which its parameters lie")
+        group, device = mesh_group(largest.device_mesh), local_tensor(largest).device
     _check_backend(group, device)
     return group, device
 
@@ -82,24 +86,32 @@ def _check_backend(group: Group, device: torch.device) -> None:
         ) from error
 
 
-def check_same_ranks(parameter: Tensor, name: str, group: Group) -> None:
-    """Raises ValueError where a DTensor lies on other ranks than the rest of the optimizer."""
+def _num_ranks(tensor: DTensor) -> int:
+    return tensor.device_mesh.size()
+
+
+def check_ranks(parameter: Tensor, name: str, group: Group) -> None:
+    """Raises ValueError where a DTensor lies on ranks that do not step together, or not on this one."""
     if not isinstance(parameter, DTensor):
         return
-    ranks = sorted(parameter.device_mesh.mesh.flatten().tolist())
-    if len(ranks) > 1 and ranks != sorted(group.ranks):
+    mesh = parameter.device_mesh
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if len(ranks) > 1 and not set(ranks) <= set(group.ranks):
         raise ValueError(
-            f"{name} lies on {parameter.device_mesh}, ranks {ranks}, while other parameters of this optimizer "
-            f"lie on ranks {sorted(group.ranks)}: use one optimizer for each set of ranks"
+            f"{name} lies on {mesh}, ranks {ranks}, while other parameters of this optimizer lie on ranks "
+            f"{sorted(group.ranks)}: one of them must have all, so give group= a mesh of all those ranks, or use one "
+            "optimizer for each set of ranks"
         )
+    if len(ranks) > 1 and mesh.get_coordinate() is None:
+        raise ValueError(f"{name} lies on {mesh}, ranks {ranks}, of which this one, {get_rank()}, is none")
 
 
-def check_same_group(given: ProcessGroupLike, replicas: Group, group: Group) -> None:
-    """Raises ValueError where the `group` given for plain tensors has other ranks than the DTensors."""
-    if replicas.size > 1 and sorted(replicas.ranks) != sorted(group.ranks):
+def check_group_ranks(given: ProcessGroupLike, replicas: Group, group: Group) -> None:
+    """Raises ValueError where the `group` given for plain tensors has ranks that do not step together."""
+    if replicas.size > 1 and not set(replicas.ranks) <= set(group.ranks):
         raise ValueError(
             f"group={given} has ranks {sorted(replicas.ranks)}, while the DTensor parameters of this optimizer "
-            f"lie on ranks {sorted(group.ranks)}: both must have the same ranks"
+            f"lie on ranks {sorted(group.ranks)}: one of them must have all"
         )
 
 
@@ -135,7 +147,7 @@ def checked_names(
         if matrix:
             check_views(parameter, name, group)
             warn_of_views(parameter, name, group)
-        check_same_ranks(parameter, name, ranks)
+        check_ranks(parameter, name, ranks)
         names[parameter] = name
     return names
 

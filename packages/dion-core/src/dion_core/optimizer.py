@@ -17,7 +17,7 @@ from dion_core.capture import StepGraph, check_capturable, form
 from dion_core.checkpoint import START, read_groups, write_groups_
 from dion_core.copies import copied_tensors, differing_copies
 from dion_core.layerwise import keeping_for
-from dion_core.membership import check_same_group, checked_names, listed, replica_group, stepping_group
+from dion_core.membership import check_group_ranks, checked_names, listed, replica_group, stepping_group
 from dion_core.operands import Operands, Rates, StepOperands
 from dion_core.options import check_group, check_options, check_structure, identity, structure, warn_of_group
 from dion_core.pipeline import agree_on_rows, step_elementwise, step_matrices
@@ -75,7 +75,7 @@ class MatrixOptimizer(Optimizer):
         with self._raised_by_all():
             if isinstance(params, Tensor):
                 raise TypeError("params is a Tensor; an iterable of parameters is needed, such as [parameter]")
-            check_same_group(given_group, self._replicas, self._group)
+            check_group_ranks(given_group, self._replicas, self._group)
             check_options({**options, "nonfinite": self._nonfinite})
             self._keeping = keeping_for(self._given_state, self._group, replicated=self._replicated)
             super().__init__(cast(Parameters, entries), {"algorithm": "matrix", **options, **START})
@@ -138,7 +138,8 @@ class MatrixOptimizer(Optimizer):
 
         Raises:
             ValueError: something cannot be captured, by name: a parameter that is not on a GPU, a group of MPI, a
-                transport that reads on the host, matrices split by columns, heads or blocks cut unevenly, nonfinite="skip".
+                transport that reads on the host, matrices split by columns, heads or blocks cut unevenly,
+                nonfinite="skip".
                 A later step raises it for a parameter without a gradient and for a loss scaler.
         """
         check_capturable(self._current_plan(), self._group, nonfinite=self._nonfinite)

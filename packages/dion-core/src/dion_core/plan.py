@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -91,8 +91,9 @@ class Plan:
 
     def describe_own(self) -> tuple[list[str], list[str]]:
         """Which matrices this rank has where others have others, and the plan for them: the same if those are."""
-        own = [bucket for bucket in self.buckets if bucket.line is not None]
-        return [part.name for bucket in own for part in bucket.parts], [bucket.describe() for bucket in own]
+        own = [(bucket, bucket.line) for bucket in self.buckets if bucket.line is not None]
+        names = [f"{part.name} on ranks {sorted(line)}" for bucket, line in own for part in bucket.parts]
+        return names, [bucket.describe() for bucket, _ in own]
 
     @cached_property
     def exchange_groups(self) -> Sequence[Group]:
@@ -204,12 +205,20 @@ def elementwise_parts(members: Sequence[Member], groups: Sequence[Mapping[str, A
 def divided(members: Sequence[Member], replicas: Group) -> tuple[list[Part], list[Layout], frozenset[int]]:
     """The matrices of all members, where each lies, and the numbers of the members whose matrices are in pieces."""
     parts, layouts, pieces = [], [], []
+    most = max((_num_holders(member.parameter, replicas) for member in members), default=1)
     for member in members:
         views, of_member = parameter_matrices(member.parameter, member.name, member.group, replicas)
+        if 1 < _num_holders(member.parameter, replicas) < most:  # other ranks have their own matrix of this name
+            views = replace(views, divided=True)
         parts += [Part(member, views, number) for number in range(len(of_member))]
         layouts += of_member
         pieces += [member.number] * views.in_pieces
     return parts, layouts, frozenset(pieces)
+
+
+def _num_holders(parameter: Tensor, replicas: Group) -> int:
+    """How many ranks hold parts or copies of the parameter."""
+    return parameter.device_mesh.size() if isinstance(parameter, DTensor) else replicas.size
 
 
 def _warm_up(group: Group, device: torch.device) -> None:

@@ -46,27 +46,30 @@ def agree_on_shards(
             each[SHARD] = replace(each[SHARD], ranges=((0, each[SHARD].size),))
         return
     declared = [(number, parameter) for number, each in enumerate(new) for parameter in each["params"]]
-    lines = [_line(names[parameter], parameter, new[number][SHARD]) for number, parameter in declared]
+    lines = [_line(names[parameter], parameter, new[number][SHARD], replicas) for number, parameter in declared]
     by_rank = dict(zip(group.ranks, gather_lines(_KIND, lines, group, device), strict=True))
-    _check_same_parameters(by_rank)
+    for ranks in {tuple(json.loads(line)["ranks"]): None for of_rank in by_rank.values() for line in of_rank}:
+        # All ranks look at the parts of all, so that all raise.
+        holders = {rank: [json.loads(line) for line in by_rank[rank]] for rank in ranks}
+        _check_same_parameters(holders)
+        for of_parameter in zip(*holders.values(), strict=True):
+            _check_tiling(dict(zip(ranks, of_parameter, strict=True)))
     for place, (number, _) in enumerate(declared):
-        of_parameter = {rank: json.loads(of_rank[place]) for rank, of_rank in by_rank.items()}
-        _check_tiling(of_parameter)
-        ranges = tuple((of_parameter[rank]["offset"], of_parameter[rank]["length"]) for rank in replicas.ranks)
-        if new[number][SHARD].ranges not in ((), ranges):
-            raise ValueError(f"{of_parameter[group.ranks[0]]['name']}: other ranges than those before it in its group")
+        entries = [json.loads(by_rank[rank][place]) for rank in replicas.ranks]
+        ranges = tuple((entry["offset"], entry["length"]) for entry in entries)
         new[number][SHARD] = replace(new[number][SHARD], ranges=ranges)
 
 
-def _line(name: str, parameter: Tensor, shard: DeclaredShard) -> str:
+def _line(name: str, parameter: Tensor, shard: DeclaredShard, replicas: Group) -> str:
     axis, shape = shard.axis % parameter.ndim, list(parameter.shape)
     length, shape[axis] = shape[axis], shard.size
-    return json.dumps({"name": name, "axis": axis, "shape": shape, "offset": shard.offset, "length": length})
+    where = {"ranks": replicas.ranks, "axis": axis, "offset": shard.offset, "length": length}
+    return json.dumps({"name": name, "shape": shape, **where})
 
 
-def _check_same_parameters(by_rank: Mapping[int, Sequence[str]]) -> None:
+def _check_same_parameters(by_rank: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
     """Raises ValueError where ranks declare shards of other parameters, axes or whole shapes."""
-    whole = {rank: [_whole(line) for line in lines] for rank, lines in by_rank.items()}
+    whole = {rank: [_whole(entry) for entry in entries] for rank, entries in by_rank.items()}
     first, wanted = next(iter(whole.items()))
     for rank, given in whole.items():
         for number in range(max(len(given), len(wanted))):
@@ -77,8 +80,7 @@ def _check_same_parameters(by_rank: Mapping[int, Sequence[str]]) -> None:
                 )
 
 
-def _whole(line: str) -> str:
-    entry = json.loads(line)
+def _whole(entry: Mapping[str, Any]) -> str:
     return f"{entry['name']}, axis {entry['axis']} of {tuple(entry['shape'])}"
 
 

@@ -40,7 +40,7 @@ class Views:
         name: of the parameter.
         labels: what each matrix is called beside that name; "" where the parameter is one matrix.
         num_leading: how many leading dimensions number the matrices of a stack.
-        divided: other ranks hold other matrices of the stack than this one.
+        divided: other ranks hold other matrices than this one: of the stack, or as the parameter of that name.
         in_pieces: its matrices lie in pieces on several ranks.
         order: the dimensions of a flattened tensor after the first, as they follow each other in storage; None where
             nothing is flattened.

@@ -43,8 +43,8 @@ def transports(as_json: Annotated[bool, typer.Option("--json", help="print JSON"
         print_table("", columns, cells)
         if groups := installed_groups():
             print_line()
-            cells = [(each["name"], each["package"], each["version"]) for each in groups]
-            print_table("groups of ranks beside torch.distributed", ("name", "package", "version"), cells)
+            table = [(each["name"], each["package"], each["version"]) for each in groups]
+            print_table("groups of ranks beside torch.distributed", ("name", "package", "version"), table)
     if not rows:
         raise typer.Exit(1)
 
