@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import dion_core
 from dion_comm_capped import Capped
-from dion_core import available_transports
+from dion_core import DeclaredShard, available_transports
 from dion_core.collectives import Call, observe
 from dion_core.testing.ranks import pool
 from dion_core.transport import Transport
@@ -28,8 +28,11 @@ from tests.reference import Options, ReferenceElementwise, ReferenceMatrix, chun
 LAYOUTS = ("shard0", "shard1", "replicate", "ddp", "plain")
 """Row- and column-sharded, replicated DTensors; plain tensors replicated over `group`, or each rank's own.
 
-One more is "hsdp": row-sharded over the second dimension of a (2, W / 2) mesh, replicated over the first.
+One more is "hsdp": row-sharded over the second dimension of a (2, W / 2) mesh, replicated over the first. Two more are
+"declared0" and "declared1": plain tensors that are parts of rows or columns, which are not equally long: the first rank
+holds the last ones.
 """
+DECLARED = ("declared0", "declared1")
 EXACT_LAYOUTS = ("shard0", "replicate", "ddp")
 MATRIX_FAMILY = ("Muon", "NorMuon")
 OPTIMIZERS = (*MATRIX_FAMILY, "Dion2", "NorDion2")
@@ -122,8 +125,24 @@ def place(value: Tensor, placement: Placement, mesh: DeviceMesh) -> DTensor:
     return distribute_tensor(value.clone().to(mesh.device_type), mesh, [placement], src_data_rank=None)
 
 
+def declared(shape: Sequence[int], layout: str, rank: int, world_size: int) -> tuple[DeclaredShard, int]:
+    """What a rank declares of a tensor, and how much it holds. The last rank holds nothing if there are three or more.
+
+    The parts grow: 17 over 4 gives 9 on rank 0, the 6 before them on rank 1, and 2 on rank 2.
+    """
+    axis = min(int(layout[-1]), len(shape) - 1)
+    size, parts = shape[axis], world_size - (world_size > 2)
+    ends = [0] * (world_size - parts) + [size * n * (n + 1) // (parts * (parts + 1)) for n in range(parts + 1)]
+    place = world_size - 1 - rank
+    start, end = ends[place], ends[place + 1]
+    return DeclaredShard(axis, size, start), end - start
+
+
 def placed(value: Tensor, layout: str, mesh: DeviceMesh) -> Tensor:
     """A copy of the value as it lies on this rank; vectors have no second dimension to split."""
+    if layout in DECLARED:
+        shard, length = declared(value.shape, layout, mesh.get_rank(), mesh.size())
+        return value.narrow(shard.axis, shard.offset, length).clone()
     if layout in ("ddp", "plain"):
         return value.clone().to(mesh.device_type)
     if layout == "hsdp":
@@ -139,29 +158,43 @@ def halves(world: dist.ProcessGroup) -> DeviceMesh:
     return init_device_mesh("cpu", (2, world.size() // 2))
 
 
-def build(cell: Cell, mesh: DeviceMesh) -> tuple[torch.optim.Optimizer, dict[str, nn.Parameter]]:
-    """The optimizer of a cell on this rank, and its parameters by name."""
+def build(cell: Cell, mesh: DeviceMesh, group: Any = None) -> tuple[torch.optim.Optimizer, dict[str, nn.Parameter]]:
+    """The optimizer of a cell on this rank, and its parameters by name. `group` comes before that of the cell."""
     parameters = {
         name: nn.Parameter(placed(weight, cell.layout_of(name), mesh)) for name, weight in cell.problem.weights.items()
     }
-    return optimizer_of(cell, parameters), parameters
+    return optimizer_of(cell, parameters, mesh, group), parameters
 
 
-def optimizer_of(cell: Cell, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(
+    cell: Cell, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh | None = None, group: Any = None
+) -> torch.optim.Optimizer:
     """The optimizer of a cell for parameters that lie as it says: groups of matrices, AdamW and Lion, in this order."""
     groups: list[dict[str, Any]] = []
     for algorithm in ("matrix", "adamw", "lion"):
         members = [(name, parameter) for name, parameter in parameters.items() if name.startswith(algorithm)]
         options = {} if algorithm == "matrix" else {"lr": ELEMENTWISE_LR}
-        if members:
-            groups.append({"params": members, "algorithm": algorithm, **options})
-    group: dist.ProcessGroup | DeviceMesh | None = None
-    if cell.group_name is not None:
+        by_shard: dict[DeclaredShard | None, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in members:
+            by_shard.setdefault(_shard_of(cell, name, mesh), []).append((name, parameter))
+        for shard, of_shard in by_shard.items():
+            known = {} if shard is None else {"shard": shard}
+            groups.append({"params": of_shard, "algorithm": algorithm, **options, **known})
+    if group is not None:
+        pass
+    elif cell.group_name is not None:
         group = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(cell.group_name,))
-    elif "ddp" in map(cell.layout_of, parameters):
+    elif {"ddp", *DECLARED} & set(map(cell.layout_of, parameters)):
         group = dist.group.WORLD
     optimizer: torch.optim.Optimizer = getattr(dion_core, cell.optimizer)(groups, group=group, **cell.options)
     return optimizer
+
+
+def _shard_of(cell: Cell, name: str, mesh: DeviceMesh | None) -> DeclaredShard | None:
+    layout = cell.layout_of(name)
+    if mesh is None or layout not in DECLARED:
+        return None
+    return declared(cell.problem.weights[name].shape, layout, mesh.get_rank(), mesh.size())[0]
 
 
 def set_gradients(
@@ -188,11 +221,11 @@ def snapshot(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Param
     return taken
 
 
-def run_cell(cell: Cell, mesh: DeviceMesh) -> Outcome:
-    """Trains one cell on this rank."""
-    optimizer, parameters = build(cell, mesh)
+def run_cell(cell: Cell, mesh: DeviceMesh, group: Any = None) -> Outcome:
+    """Trains one cell on this rank. `group` comes before that of the cell."""
+    optimizer, parameters = build(cell, mesh, group)
     snapshots = []
-    absent = {(step, name) for rank, step, name in cell.absent if rank == dist.get_rank()}
+    absent = {(step, name) for rank, step, name in cell.absent if rank == mesh.get_rank()}
     with observe() as calls:
         for step in range(1, max(cell.steps) + 1):
             gradients = cell.problem.gradients[step - 1]
@@ -231,11 +264,12 @@ def _whole(name: str, parts: Sequence[Tensor], layout: str) -> Tensor:
         half = len(parts) // 2
         one, other = (_whole(name, part, "shard0") for part in (parts[:half], parts[half:]))
         return _whole(name, [one, other], "replicate")
-    copies = layout not in ("shard0", "shard1") or parts[0].ndim == 0
-    if copies or (layout == "shard1" and name.endswith(("second_moment", "waited"))):
+    copies = layout not in ("shard0", "shard1", *DECLARED) or parts[0].ndim == 0
+    if copies or (layout[-1] == "1" and parts[0].ndim > 1 and name.endswith(("second_moment", "waited"))):
         assert all(torch.equal(part, parts[0]) for part in parts), f"{name} differs between ranks"
         return parts[0]
-    return torch.cat(list(parts), dim=min(int(layout[-1]), parts[0].ndim - 1))
+    in_order = list(reversed(parts)) if layout in DECLARED else list(parts)
+    return torch.cat(in_order, dim=min(int(layout[-1]), parts[0].ndim - 1))
 
 
 def expected(cell: Cell, world_size: int) -> list[Snapshot]:

@@ -98,7 +98,17 @@ def test_transports_says_what_each_serves() -> None:
 def test_transports_fails_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dion_core.registry.entry_points", lambda group: [])
     assert "pip install dion-comm-capped" in dion("transports", code=1).stderr
-    assert dion_json("transports", code=1) == {"transports": []}
+    assert dion_json("transports", code=1)["transports"] == []
+
+
+def test_transports_lists_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = {"package": "dion-comm-mpi", "version": version("dion-comm-mpi")}
+    assert dion_json("transports")["groups"] == [{"name": "mpi", **ours}, {"name": "nccl", **ours}]
+    lines = [line.split() for line in dion("transports").stdout.splitlines()]
+    assert ["mpi", *ours.values()] in lines
+    monkeypatch.setattr("dion_core.cli.transports.entry_points", lambda group: [])
+    monkeypatch.setattr("dion_core.cli.transports.described", lambda: [])
+    assert dion_json("transports", code=1)["groups"] == []
 
 
 def findings(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | None]) -> Any:
@@ -116,7 +126,8 @@ def test_doctor_finds_this_environment() -> None:
     found = {each["what"]: each for each in content["findings"]}
     assert found["torch"]["found"] == torch.__version__
     assert found["transports"]["found"] == ", ".join(available_transports())
-    assert {"CUDA", "Triton", "MPI", "CuPy", "dion-core", "dion-comm-nccl"} <= set(found)
+    assert {"CUDA", "Triton", "MPI", "CuPy", "dion-core", "dion-comm-nccl", "dion-comm-mpi"} <= set(found)
+    assert found["group mpi"]["state"] == found["group nccl"]["state"] == "ok"
     assert result.exit_code == (0 if content["healthy"] else 1)
     for each in found.values():
         assert each["state"] == "ok" or each["remedy"], each
@@ -145,8 +156,9 @@ def test_doctor_takes_what_is_optional_for_healthy(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("code", "found"), [(0, "mpi4py 9.9, A Library 1"), (1, "mpi4py 9.9, without a library")])
 def test_doctor_tries_the_mpi_library(code: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        assert "from mpi4py import MPI" in command[-1]
-        return subprocess.CompletedProcess(command, code, "A Library 1\n", "")
+        mpi = "from mpi4py import MPI" in command[-1]
+        errors = {"mpi": "no library", "nccl": ""} if code else {}
+        return subprocess.CompletedProcess(command, code, "A Library 1\n" if mpi else json.dumps(errors), "")
 
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(__version__="9.9"))
     monkeypatch.setattr(subprocess, "run", run)
@@ -154,6 +166,15 @@ def test_doctor_tries_the_mpi_library(code: int, found: str, monkeypatch: pytest
     assert healthy
     assert all_found["MPI"]["found"] == found
     assert bool(all_found["MPI"]["remedy"]) == bool(code)
+    assert all_found["group mpi"]["state"] == ("optional" if code else "ok")
+    assert all_found["group mpi"]["found"] == ("no library" if code else "installed")
+
+
+def test_doctor_says_how_groups_are_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dion_core.groups.entry_points", lambda group: [])
+    _, found = findings(monkeypatch, {"dion-comm-mpi": None})
+    assert found["groups"]["remedy"] == found["dion-comm-mpi"]["remedy"] == "pip install dion-comm-mpi"
+    assert found["groups"]["state"] == "optional"
 
 
 def test_doctor_looks_at_pairs_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,7 +279,8 @@ def test_what_is_allowed_and_seldom_meant_is_logged(caplog: pytest.LogCaptureFix
 
 def test_a_group_without_params_and_other_kinds() -> None:
     refused(lambda: Dion2([{"parms": [matrix()]}]), "parameter group 0", '"params"', "parms")
-    refused(lambda: Dion2([matrix()], group="world"), "group='world'", "ProcessGroup", kind=TypeError)
+    refused(lambda: Dion2([matrix()], group=4), "group=4", "ProcessGroup", "mpi4py", kind=TypeError)
+    refused(lambda: Dion2([matrix()], group="world"), "group='world'", "known: ['mpi', 'nccl']", kind=TransportError)
     refused(lambda: Dion2([matrix()], transport=FullShard), "transport=", "an instance")
 
 

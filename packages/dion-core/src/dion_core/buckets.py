@@ -14,6 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from dion_core.builtin import LocalExchange, ReplicatedExchange
+from dion_core.declared import SHARD, whole_shape
 from dion_core.layout import Axis, Layout, RowTables, in_pieces, joined
 from dion_core.newton_schulz import Orthogonalizer, orthogonalizer
 from dion_core.ownership import Loads, assign_owners, cut, newton_schulz_cost
@@ -42,6 +43,11 @@ class Member:
     group: Mapping[str, Any]
     number: int
     _checked: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return whole_shape(self.parameter, self.group)
 
     def gradient(self) -> Tensor | None:
         """This rank's part of the gradient, or None.
@@ -201,6 +207,8 @@ class MatrixBucket:
         tensor, where = self.members[0].parameter, "plain"
         if isinstance(tensor, DTensor):  # a part of a mesh has other ranks on other ranks, but the same axis
             where = f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}"
+        elif (shard := self.options.get(SHARD)) is not None:
+            where = f"declared shards {shard.ranges} of axis {shard.axis % tensor.ndim}"
         how = f"{where}, {self.selector!r}, {stable_repr(self.orthogonalizer)}"
         return f"{self.bucket.describe()}, {how}: {names}"
 

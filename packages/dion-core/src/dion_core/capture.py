@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dion_core.buckets import stable_repr
+from dion_core.collectives import Group
 from dion_core.operands import SCALARS, Operands, States
 from dion_core.placements import local_part
 from dion_core.plan import Plan
@@ -79,8 +80,16 @@ class StepGraph:
         self._graph, self._form = None, None
 
 
-def check_capturable(plan: Plan, *, nonfinite: str) -> None:
-    """Raises ValueError for what a captured step cannot do, by name."""
+def check_capturable(plan: Plan, group: Group, *, nonfinite: str) -> None:
+    """Raises ValueError for what a captured step cannot do, by name.
+
+    Args:
+        plan: of the optimizer.
+        group: the ranks that step together.
+        nonfinite: the option.
+    """
+    if getattr(group, "waits_on_host", False):
+        raise ValueError("a step cannot be captured: its ranks communicate by MPI, for which the host waits")
     for member in plan.members:
         if not local_part(member.parameter).is_cuda:
             raise ValueError(f"a step cannot be captured: {member.name} is on {local_part(member.parameter).device}")

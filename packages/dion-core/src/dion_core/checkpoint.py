@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dion_core.buckets import stable_repr
+from dion_core.declared import SHARD, DeclaredShard
 from dion_core.newton_schulz import ORTHOGONALIZERS
 from dion_core.options import OPTIONS
 from dion_core.views import VIEW_KEYS
@@ -40,7 +41,7 @@ LAYOUT, CARRIED = "layout_version", "carried"
 START = {LAYOUT: LAYOUT_VERSION, CARRIED: ""}
 """What a live group has."""
 
-_OURS = (*OPTIONS, *VIEW_KEYS, "params", "param_names", LAYOUT, CARRIED)
+_OURS = (*OPTIONS, *VIEW_KEYS, SHARD, "params", "param_names", LAYOUT, CARRIED)
 
 
 def write_groups_(groups: Sequence[Group], transport: Mapping[str, Any]) -> None:
@@ -62,6 +63,8 @@ def write_groups_(groups: Sequence[Group], transport: Mapping[str, Any]) -> None
         for name, value in group.items():
             if isinstance(value, Tensor) and not value.ndim:
                 group[name] = value.item()
+            elif isinstance(value, DeclaredShard):
+                group[name] = value.plain
             elif isinstance(value, torch.dtype):
                 group[name] = str(value)
             elif name == "orthogonalizer" and not isinstance(value, str):
@@ -84,9 +87,12 @@ def read_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Group]) -> tu
     transport: dict[str, Any] = {}
     for number, (given, present) in enumerate(zip(saved, live, strict=True)):
         _check_layout(given.get(LAYOUT, LAYOUT_VERSION), number)
+        _check_shard(given.get(SHARD), present.get(SHARD), number)
         carried = json.loads(given.get(CARRIED) or "{}")
         transport = carried.get("transport") or transport
-        values = {name: _like(value, present.get(name)) for name, value in given.items() if name != "params"}
+        values = {
+            name: _like(value, present.get(name)) for name, value in given.items() if name not in ("params", SHARD)
+        }
         group = {**present, **carried.get("keys", {}), **values, **START}
         for name in ("momentum_dtype", "wire_dtype"):
             if isinstance(group.get(name), str):
@@ -109,6 +115,15 @@ def _check_layout(version: Any, number: int) -> None:
         raise ValueError(
             f"parameter group {number} was saved with {LAYOUT}={int(version)}, and this version of dion-core has "
             f"{LAYOUT_VERSION}: use the version that saved it, or load the weights alone and start the optimizer afresh"
+        )
+
+
+def _check_shard(saved: Any, live: DeclaredShard | None, number: int) -> None:
+    """Refuses what another rank saved: ways of saving that keep one of equal names do so with all plain tensors."""
+    if saved and (live is None or tuple(saved) != live.plain):
+        raise ValueError(
+            f"parameter group {number} was saved where it was DeclaredShard{tuple(saved)}, and is {live!r} here: every "
+            "rank loads what it saved itself, in a file of its own, or all load full_state_dict()"
         )
 
 

@@ -8,13 +8,15 @@ Legend: T tensors, W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dion_core.collectives import Group
+from dion_core.declared import SHARD
 from dion_core.meshes import split_dim
 from dion_core.placements import local_tensor
 
@@ -40,6 +42,21 @@ def fingerprint(tensor: Tensor) -> Tensor:
         factor = ((factor ^ (factor >> 31)) * _ODD) | 1
         total += (piece * factor).sum()
     return total
+
+
+def copied_tensors(
+    groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str], state: Mapping[Tensor, Mapping[str, Any]]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """By name all parameters of the groups and their state, each with its parameter, as `differing_copies` takes them.
+
+    Without those of declared shards, of which nobody holds copies.
+    """
+    tensors = {}
+    for parameter in [each for group in groups if group.get(SHARD) is None for each in group["params"]]:
+        tensors[names[parameter]] = parameter, parameter
+        for key, value in state.get(parameter, {}).items():
+            tensors[f"{names[parameter]} ({key})"] = value, parameter
+    return tensors
 
 
 def differing_copies(

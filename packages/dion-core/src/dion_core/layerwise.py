@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dion_core.buckets import Draft, MatrixBucket, Member, make_bucket, make_drafts, momentum_dtype
 from dion_core.collectives import Group, SoloGroup
+from dion_core.declared import SHARD
 from dion_core.delivery import FromOwners, SharedValues, Target
 from dion_core.keeping import PART, Keeping, LikeParameters
 from dion_core.layout import Axis, split_layout
@@ -206,6 +207,11 @@ class ByOwners:
     def _check(self, member: Member, replicas: Group) -> None:
         """Raises ValueError for a parameter of which the ranks do not hold equal copies."""
         parameter, size = member.parameter, self._group.size
+        if member.group.get(SHARD) is not None:
+            raise ValueError(
+                f'{member.name}: {member.group[SHARD]!r} is not supported with state="layerwise", which is for whole '
+                "copies on all ranks; of declared shards every rank keeps the state of its own without it"
+            )
         if self._replicated and not isinstance(parameter, DTensor) and replicas.size != size:
             raise ValueError(
                 f"{member.name} is a plain tensor with copies on ranks {list(replicas.ranks)}, and others lie on "

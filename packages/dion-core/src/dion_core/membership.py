@@ -13,23 +13,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dion_core.collectives import Group, SoloGroup
+from dion_core.declared import check_declared
+from dion_core.groups import foreign_group
 from dion_core.meshes import mesh_group
 from dion_core.options import check_parameter
 from dion_core.placements import local_tensor
-from dion_core.process_groups import TorchGroup, group_of
+from dion_core.process_groups import TorchGroup, divides, group_of
 from dion_core.views import check_views, warn_of_views
 
-ProcessGroupLike = ProcessGroup | DeviceMesh | None
+ProcessGroupLike = ProcessGroup | DeviceMesh | str | Any
+"""A process group or mesh of torch, the name of an installed group, a communicator of mpi4py, or None."""
 
 
 def replica_group(group: ProcessGroupLike) -> Group:
     """The ranks that hold equal copies of plain tensors: those of `group`, or this one alone."""
     if group is None:
         return SoloGroup()
+    foreign = foreign_group(group)
+    if foreign is not None:
+        return foreign if foreign.size > 1 else SoloGroup()
     if isinstance(group, DeviceMesh):
         return mesh_group(group)
     if not isinstance(group, ProcessGroup):
-        raise TypeError(f"group={group!r} is not allowed: None, a ProcessGroup or a DeviceMesh")
+        raise TypeError(
+            f"group={group!r} is not allowed: None, a ProcessGroup, a DeviceMesh, the name of an installed group "
+            "('mpi', 'nccl'), or a communicator of mpi4py"
+        )
     replicas = group_of(group)
     return replicas if replicas.size > 1 else SoloGroup()
 
@@ -51,7 +60,9 @@ def stepping_group(entries: list[Any], replicas: Group) -> tuple[Group, torch.de
     device = local_tensor(tensors[0]).device if tensors else torch.device("cpu")
     group = replicas
     largest = max((each for each in tensors if isinstance(each, DTensor)), key=_num_ranks, default=None)
-    if largest is not None and _num_ranks(largest) > 1 and _num_ranks(largest) >= replicas.size:
+    if largest is not None and divides(replicas):  # it serves the ranks of all meshes, in place of process groups
+        device = local_tensor(largest).device
+    elif largest is not None and _num_ranks(largest) > 1 and _num_ranks(largest) >= replicas.size:
         if largest.device_mesh.get_coordinate() is None:
             raise ValueError(f"this rank, {get_rank()}, is none of {largest.device_mesh}, on which its parameters lie")
         group, device = mesh_group(largest.device_mesh), local_tensor(largest).device
@@ -104,7 +115,9 @@ def check_group_ranks(given: ProcessGroupLike, replicas: Group, group: Group) ->
         )
 
 
-def checked_names(group: dict[str, Any], number: int, known: Mapping[Tensor, str], ranks: Group) -> dict[Tensor, str]:
+def checked_names(
+    group: dict[str, Any], number: int, known: Mapping[Tensor, str], ranks: Group, replicas: Group
+) -> dict[Tensor, str]:
     """The names of a new group's parameters, which are listed in it; nothing else has changed where that raises.
 
     Args:
@@ -112,6 +125,7 @@ def checked_names(group: dict[str, Any], number: int, known: Mapping[Tensor, str
         number: of the group, for parameters without a name.
         known: the names of the parameters that the optimizer has.
         ranks: of the optimizer.
+        replicas: those that hold plain tensors.
 
     Raises:
         TypeError: something is no tensor.
@@ -129,6 +143,7 @@ def checked_names(group: dict[str, Any], number: int, known: Mapping[Tensor, str
         if other is not None:
             raise ValueError(f"{name} is the same tensor as {other}: a tied tensor is given once")
         check_parameter(parameter, name, matrix=matrix)
+        check_declared(parameter, name, group, replicas.size)
         if matrix:
             check_views(parameter, name, group)
             warn_of_views(parameter, name, group)

@@ -15,26 +15,20 @@ from torch.optim import Optimizer
 
 from dion_core.capture import StepGraph, check_capturable, form
 from dion_core.checkpoint import START, read_groups, write_groups_
-from dion_core.copies import differing_copies
+from dion_core.copies import copied_tensors, differing_copies
 from dion_core.layerwise import keeping_for
 from dion_core.membership import check_group_ranks, checked_names, listed, replica_group, stepping_group
 from dion_core.operands import Operands, Rates, StepOperands
-from dion_core.options import (
-    STRUCTURAL,
-    check_group,
-    check_options,
-    identity,
-    structure,
-    warn_of_group,
-)
+from dion_core.options import check_group, check_options, check_structure, identity, structure, warn_of_group
 from dion_core.pipeline import agree_on_rows, step_elementwise, step_matrices
 from dion_core.plan import Plan, prepare
 from dion_core.preflight import compare_plans, report_failure
 from dion_core.presence import Presence
-from dion_core.process_groups import watch_stream
+from dion_core.process_groups import through, watch_stream
 from dion_core.report import Report, make_report
 from dion_core.rules import Rule
 from dion_core.state import WAITED, carried_state, loaded_state, loaded_states, waiting_times
+from dion_core.tiling import agree_on_shards, gathered, own_shards
 
 logger = logging.getLogger("dion_core")
 
@@ -87,6 +81,8 @@ class MatrixOptimizer(Optimizer):
             super().__init__(cast(Parameters, entries), {"algorithm": "matrix", **options, **START})
             self.register_state_dict_pre_hook(lambda optimizer: self._follow_parameters())
             self.register_state_dict_post_hook(_write_groups)
+        self._agree_on_shards()
+        with self._raised_by_all():
             self._skipped = torch.zeros((), device=self._device)
             plan = self._make_plan()
         self._adopt(plan)
@@ -141,11 +137,12 @@ class MatrixOptimizer(Optimizer):
         the memory that a step needs until `release`, which is to be called before process groups are destroyed.
 
         Raises:
-            ValueError: something cannot be captured, by name: a parameter that is not on a GPU, a transport that
-                reads on the host, matrices split by columns, heads or blocks cut unevenly, nonfinite="skip".
+            ValueError: something cannot be captured, by name: a parameter that is not on a GPU, a group of MPI, a
+                transport that reads on the host, matrices split by columns, heads or blocks cut unevenly,
+                nonfinite="skip".
                 A later step raises it for a parameter without a gradient and for a loss scaler.
         """
-        check_capturable(self._current_plan(), nonfinite=self._nonfinite)
+        check_capturable(self._current_plan(), self._group, nonfinite=self._nonfinite)
         if self._graph is None:
             self._graph = StepGraph()
 
@@ -197,6 +194,8 @@ class MatrixOptimizer(Optimizer):
         try:
             with self._raised_by_all():
                 self._add_group(param_group)
+            self._agree_on_shards()
+            with self._raised_by_all():
                 plan = self._make_plan()
             self._adopt(plan)
         except Exception:
@@ -222,7 +221,8 @@ class MatrixOptimizer(Optimizer):
         """
         if to is not None and to not in self._group.ranks:
             raise ValueError(f"to={to} is not allowed: the ranks of this optimizer are {list(self._group.ranks)}")
-        whole = self._keeping.whole(self.state_dict(), self._parameters(), to)
+        given = gathered(self.state_dict(), self.param_groups, self._replicas)
+        whole = self._keeping.whole(given, self._parameters(), to)
         return whole if to in (None, self._group.ranks[self._group.rank]) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ class MatrixOptimizer(Optimizer):
                 given = dict(state_dict)
                 for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                     given = pre_hook(self, given) or given
-                given = self._keeping.own_part(given, self._parameters())
+                given = self._keeping.own_part(own_shards(given, self.param_groups), self._parameters())
                 groups, learned = self._checked_groups(given)
                 loaded = loaded_states(given, self._parameters(), self._names, self.state)
                 self.param_groups, self.state = groups, defaultdict(dict, {**before[1], **loaded})
@@ -269,13 +269,7 @@ class MatrixOptimizer(Optimizer):
         Of replicated parameters (DDP, HSDP) and of what is replicated beside a split. Collective, for use in between
         steps: it reads all of them once, and waits for the device.
         """
-        tensors = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                name = self._names[parameter]
-                tensors[name] = parameter, parameter
-                for key, value in self.state.get(parameter, {}).items():
-                    tensors[f"{name} ({key})"] = value, parameter
+        tensors = copied_tensors(self.param_groups, self._names, self.state)
         return differing_copies(tensors, self._group, self._replicas, self._device)
 
     @contextmanager
@@ -294,7 +288,7 @@ class MatrixOptimizer(Optimizer):
     def _add_group(self, group: dict[str, Any]) -> None:
         number, name = len(self.param_groups), type(self).__name__
         check_group(group, self.defaults, number, name)
-        names = checked_names(group, number, self._names, self._group)
+        names = checked_names(group, number, self._names, self._group, self._replicas)
         warn_of_group(group, number, name)
         super().add_param_group(dict(group))
         self._names.update(names)
@@ -317,10 +311,14 @@ class MatrixOptimizer(Optimizer):
         """All parameters, in the order of their numbers in a state dict."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
+    def _agree_on_shards(self) -> None:
+        agree_on_shards(self.param_groups, self._names, self._group, self._replicas, self._device)
+
     def _make_plan(self) -> Plan:
         kept = self._plan.choice if self._plan is not None else None
         transport = self._transport if kept is None else kept
-        return self._keeping.make_plan(self.param_groups, self._names, self.rule, self._replicas, transport)
+        with through(self._replicas):
+            return self._keeping.make_plan(self.param_groups, self._names, self.rule, self._replicas, transport)
 
     def _adopt(self, plan: Plan) -> None:
         """Compares the plan with the other ranks' and opens its transport. Collective."""
@@ -376,13 +374,7 @@ class MatrixOptimizer(Optimizer):
         self._follow_parameters()
         now = [structure(group) for group in self.param_groups]
         if now != self._structure:
-            for number, (values, planned) in enumerate(zip(now, self._structure, strict=True)):
-                for name, value, before in zip(STRUCTURAL, values, planned, strict=False):
-                    if value != before:
-                        raise ValueError(
-                            f"{name}={value!r} in parameter group {number}: it was {before!r} when the plan was "
-                            "made and cannot change; make another optimizer"
-                        )
+            check_structure(now, self._structure)
             with self._raised_by_all():
                 for group in self.param_groups:
                     self._init_state(group)

@@ -26,7 +26,8 @@ Options that all share:
     betas, epsilon: of the AdamW and Lion groups.
     maximize: go along the gradient.
     group: process group (or 1-D DeviceMesh) of replicated plain tensors, as DDP has them; their ranks then
-        share the work. DTensors say themselves where they lie.
+        share the work. DTensors say themselves where they lie. Also the name of an installed group ("mpi", "nccl") or
+        a communicator of mpi4py: then nothing is sent through torch.distributed.
     state: "like_parameters": momentum and second moments lie as their parameters do. "layerwise", or `LayerWise(...)`
         with options: of replicated parameters each rank keeps the state of those that it owns, 1 / W of it.
 

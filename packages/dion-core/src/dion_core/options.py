@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from dion_core.declared import SHARD, check_shard_key
 from dion_core.newton_schulz import ORTHOGONALIZERS, orthogonalizer
 from dion_core.rules import SCALES, SCOPES
 from dion_core.views import VIEW_KEYS, check_view_keys
@@ -24,7 +25,17 @@ WIRE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 
 OPTIMIZER_WIDE = ("transport", "nonfinite", "group", "state")
 """Options of the whole optimizer, which a parameter group cannot override."""
-STRUCTURAL = ("algorithm", "scope", "fraction", "scale", "momentum_dtype", "wire_dtype", "orthogonalizer", *VIEW_KEYS)
+STRUCTURAL = (
+    "algorithm",
+    "scope",
+    "fraction",
+    "scale",
+    "momentum_dtype",
+    "wire_dtype",
+    "orthogonalizer",
+    *VIEW_KEYS,
+    SHARD,
+)
 """Group keys that the plan is made from, so that they cannot change between steps."""
 
 
@@ -118,6 +129,7 @@ def check_group(group: Mapping[str, Any], defaults: Mapping[str, Any], number: i
             raise ValueError(f"{name}{where} is an option of the whole optimizer: give it to {optimizer}(...)")
     if group.get("algorithm", "matrix") == "matrix":
         check_view_keys(group, where)
+    check_shard_key(group, where)
     for name in OPTIONS:
         if name in group and name not in defaults and name not in OPTIMIZER_WIDE:
             raise ValueError(f"{name}={group[name]!r}{where}: {optimizer} has no such option")
@@ -141,12 +153,9 @@ def check_parameter(parameter: Tensor, name: str, *, matrix: bool) -> None:
 
 def warn_of_group(group: Mapping[str, Any], number: int, optimizer: str) -> None:
     """Logs what a parameter group as given holds that is allowed and seldom meant."""
+    known = (*OPTIONS, *VIEW_KEYS, SHARD, "params")
     for name in group:
-        close = (
-            []
-            if name in (*OPTIONS, *VIEW_KEYS, "params")
-            else get_close_matches(name, (*OPTIONS, *VIEW_KEYS, "params"), n=1, cutoff=0.75)
-        )
+        close = [] if name in known else get_close_matches(name, known, n=1, cutoff=0.75)
         if close:
             message = "key %r in parameter group %d is not an option of %s and has no effect; did you mean %r?"
             logger.warning(message, name, number, optimizer, close[0])
@@ -167,3 +176,19 @@ def structure(group: Mapping[str, Any]) -> tuple[Any, ...]:
     values = (group.get(name) for name in STRUCTURAL)
     # A list is copied, since it could be changed in place.
     return (*(tuple(value) if isinstance(value, list) else value for value in values), trainable)
+
+
+def check_structure(now: Sequence[tuple[Any, ...]], planned: Sequence[tuple[Any, ...]]) -> None:
+    """Raises ValueError where a structural option is another one than when the plan was made.
+
+    Args:
+        now: of every group what `structure` gives.
+        planned: what it gave then.
+    """
+    for number, (values, before) in enumerate(zip(now, planned, strict=True)):
+        for name, value, old in zip(STRUCTURAL, values, before, strict=False):
+            if value != old:
+                raise ValueError(
+                    f"{name}={value!r} in parameter group {number}: it was {old!r} when the plan was made and cannot "
+                    "change; make another optimizer"
+                )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from dion_core.collectives import Group, SoloGroup
+from dion_core.declared import SHARD, DeclaredShard, whole_shape
 from dion_core.layout import Axis, Layout, OuterAxis, Segment, split_layout
 from dion_core.meshes import MeshAxes, mesh_axes, split_dim
+from dion_core.process_groups import in_order
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -48,7 +51,9 @@ def has_address(tensor: Tensor) -> bool:
     return not part.numel() or part.data_ptr() != 0
 
 
-def parameter_place(parameter: Tensor, name: str, replicas: Group, *, flatten: bool = False) -> Place:
+def parameter_place(
+    parameter: Tensor, name: str, replicas: Group, *, flatten: bool = False, shard: DeclaredShard | None = None
+) -> Place:
     """Where the matrices lie that a parameter holds: one, or those of a stack. Collective if a group is made for it.
 
     Args:
@@ -56,11 +61,14 @@ def parameter_place(parameter: Tensor, name: str, replicas: Group, *, flatten: b
         name: for the error.
         replicas: the ranks that hold equal copies of a plain tensor (a `SoloGroup` if there are none).
         flatten: all dimensions after the first are columns; else the last two are rows and columns.
+        shard: which part of a whole tensor a plain one is, on all ranks.
 
     Raises:
         ValueError: a layout that is not supported, by the parameter's name.
     """
-    shape = _matrix_shape(parameter, flatten)
+    if shard is not None:
+        return _declared_place(parameter, name, replicas, shard, flatten)
+    shape = _matrix_shape(parameter.shape, flatten)
     leading = () if flatten else parameter.shape[:-2]
     if not isinstance(parameter, DTensor):
         axis = Axis.WHOLE if replicas.size == 1 else Axis.REPLICATED
@@ -71,6 +79,27 @@ def parameter_place(parameter: Tensor, name: str, replicas: Group, *, flatten: b
         tuple(axes.held(dim, length) for dim, length in enumerate(leading)),
         divided=any(dim < len(leading) for dim in axes.splits),
     )
+
+
+def _declared_place(parameter: Tensor, name: str, replicas: Group, shard: DeclaredShard, flatten: bool) -> Place:
+    """Where the matrices lie of a plain tensor that is a part of a whole one."""
+    whole, axis = whole_shape(parameter, {SHARD: shard}), shard.axis % parameter.ndim
+    shape = _matrix_shape(whole, flatten)
+    if flatten and axis:
+        raise ValueError(f"{name}: {shard!r} cuts the columns of the flattened matrix; supported: axis 0")
+    held = [(0, length) for length in whole]
+    held[axis] = (shard.offset, parameter.shape[axis])
+    rows = 0 if flatten else parameter.ndim - 2
+    leading = tuple(held[:rows])
+    if replicas.size == 1:
+        return Place(split_layout(replicas, Axis.WHOLE, shape), leading)
+    if axis < rows:
+        alone = SoloGroup(ranks=(replicas.ranks[replicas.rank],))
+        return Place(split_layout(alone, Axis.WHOLE, shape), leading, divided=True)
+    places = sorted(range(replicas.size), key=lambda rank: (shard.ranges[rank][0], shard.ranges[rank][1]))
+    group = in_order(replicas, [replicas.ranks[place] for place in places])
+    segments = tuple(((shard.ranges[place],),) for place in places)
+    return Place(Layout(group, Axis.ROWS if axis == rows else Axis.COLUMNS, shape, segments), leading)
 
 
 def _layout(axes: MeshAxes, shape: tuple[int, int], *, rows: int, columns: int) -> Layout:
@@ -118,10 +147,10 @@ def _checked_axes(parameter: DTensor, name: str, flatten: bool) -> MeshAxes:
     return axes
 
 
-def _matrix_shape(tensor: Tensor, flatten: bool) -> tuple[int, int]:
+def _matrix_shape(shape: Sequence[int], flatten: bool) -> tuple[int, int]:
     if flatten:
-        return tensor.shape[0], math.prod(tensor.shape[1:])
-    return tensor.shape[-2], tensor.shape[-1]
+        return shape[0], math.prod(shape[1:])
+    return shape[-2], shape[-1]
 
 
 def state_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:

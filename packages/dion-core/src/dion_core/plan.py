@@ -173,7 +173,7 @@ def make_plan(
         TransportError: the transport is not installed.
     """
     members = trainable_members(groups, names)
-    matrices = [m for m in members if m.group["algorithm"] == "matrix" and m.parameter.numel()]
+    matrices = [m for m in members if m.group["algorithm"] == "matrix" and 0 not in m.shape]
     parts, layouts, pieces = divided(matrices, replicas)
     choice = choice_for(matrices, rule, transport, needed=bool(pieces))
     buckets, loads = make_buckets(parts, layouts, rule, choice)
@@ -244,4 +244,4 @@ def _describe_member(member: Member) -> str:
     where = ""
     if isinstance(parameter, DTensor):  # of a stack that is divided this is all that every rank can tell
         where = f" {tuple(parameter.placements)} on a mesh of {tuple(parameter.device_mesh.shape)}"
-    return f"{member.name}: {member.group['algorithm']} {tuple(parameter.shape)} {parameter.dtype}{where}"
+    return f"{member.name}: {member.group['algorithm']} {tuple(member.shape)} {parameter.dtype}{where}"

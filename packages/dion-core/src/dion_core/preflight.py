@@ -40,6 +40,24 @@ def compare_plans(plan: Sequence[str], group: Group, device: torch.device, *, ow
         raise TransportError(_difference(plans, group))
 
 
+def gather_lines(kind: str, lines: Sequence[str], group: Group, device: torch.device) -> list[list[str]]:
+    """The lines of all ranks, by rank. Collective; meets the other exchanges of this module without harm.
+
+    Args:
+        kind: what the lines are, the same on every rank.
+        lines: of this rank.
+        group: the ranks that step together.
+        device: of the messages.
+
+    Raises:
+        TransportError: other ranks have something else to say, or have failed.
+    """
+    plans = _exchange([[kind, *lines], (), ()], group, device)
+    if any(common[0] != kind for common, *_ in plans):
+        raise TransportError(_difference(plans, group))
+    return [common[1:] for common, *_ in plans] or [list(lines)] * group.size
+
+
 def report_failure(error: Exception, group: Group, device: torch.device) -> None:
     """Takes part in the others' comparison, in place of a plan, so that they raise too."""
     _exchange([[f"{_FAILED}{type(error).__name__}: {error}"], (), ()], group, device)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import TypeVar
+from typing import Protocol, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -237,18 +237,51 @@ def _operation(reduction: Reduction) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
 
 
+class Dividing(Group, Protocol):
+    """A group that torch.distributed does not know, whose ranks form smaller ones."""
+
+    def subgroup(self, ranks: Sequence[int]) -> Group:
+        """The group of some of the ranks (global numbers), in this order; equal if they are. No communication."""
+
+
 _stand_ins: dict[dist.ProcessGroup, Group] = {}
+_through: list[Dividing] = []
+
+
+def divides(group: Group) -> TypeGuard[Dividing]:
+    """Whether the group serves its parts too, in place of process groups of the same ranks."""
+    return hasattr(group, "subgroup")
+
+
+@contextmanager
+def through(group: Group) -> Iterator[None]:
+    """Inside the block the ranks of process groups communicate through `group`, if it is none of torch.distributed."""
+    given = [group] if divides(group) else []
+    _through.extend(given)
+    try:
+        yield
+    finally:
+        del _through[len(_through) - len(given) :]
+
+
+def in_order(group: Group, ranks: Sequence[int]) -> Group:
+    """The ranks of a group, numbered as these global ranks follow each other."""
+    if tuple(ranks) == group.ranks:
+        return group
+    return group.in_order(ranks) if isinstance(group, TorchGroup) else cast(Dividing, group).subgroup(ranks)
 
 
 def group_of(process_group: dist.ProcessGroup) -> Group:
     """The ranks of a process group, which communicate through torch.distributed unless something stands in."""
+    if _through:
+        return _through[-1].subgroup(dist.get_process_group_ranks(process_group))
     return _stand_ins.get(process_group) or TorchGroup(process_group)
 
 
 def ordered_group_of(process_group: dist.ProcessGroup, ranks: Sequence[int]) -> Group:
     """As `group_of`, its ranks numbered as these global ranks follow each other (not where something stands in)."""
     group = group_of(process_group)
-    return group.in_order(ranks) if isinstance(group, TorchGroup) else group
+    return in_order(group, ranks) if isinstance(group, TorchGroup) or divides(group) else group
 
 
 @contextmanager

@@ -24,6 +24,9 @@ Optimizers that choose rows have it with every transport and number of ranks, so
 keys and fit all of them.
 """
 
+ROW_STATE = ("second_moment", WAITED)
+"""Keys of state with one value a row."""
+
 _REMEDY = (
     "build the optimizer as it was when it was saved (torch.distributed.checkpoint fits tensors to other ranks), "
     "or load the weights alone and start the optimizer afresh"

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from dion_core.collectives import Group
+from dion_core.declared import SHARD, whole_shape
 from dion_core.layout import Axis, Layout, Segment, in_pieces
 from dion_core.placements import local_part, parameter_place
 
@@ -125,7 +126,7 @@ def check_view_keys(options: Mapping[str, Any], where: str) -> None:
 def check_views(parameter: Tensor, name: str, options: Mapping[str, Any]) -> None:
     """Raises ValueError for a parameter that cannot be divided as its group says, by its name."""
     heads, sizes = options.get("num_heads"), options.get("split_sizes")
-    shape = tuple(parameter.shape)
+    shape = whole_shape(parameter, options)
     for key, value in (("num_heads", heads), ("split_sizes", sizes)):
         if value is not None and parameter.ndim != 2:
             raise ValueError(f"{name}: {key}={value!r} divides the rows of a matrix; shape {shape} is none")
@@ -162,7 +163,7 @@ def parameter_matrices(
     """
     check_views(parameter, name, options)
     flat = is_flattened(parameter, options)
-    place = parameter_place(parameter, name, replicas, flatten=flat)
+    place = parameter_place(parameter, name, replicas, flatten=flat, shard=options.get(SHARD))
     layout = place.layout
     views = Views(name, ("",), divided=place.divided, in_pieces=in_pieces(layout))
     if flat:
@@ -182,7 +183,7 @@ def parameter_matrices(
 
 
 def _row_blocks(parameter: Tensor, options: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    rows, heads, sizes = parameter.shape[0], options.get("num_heads"), options.get("split_sizes")
+    rows, heads, sizes = whole_shape(parameter, options)[0], options.get("num_heads"), options.get("split_sizes")
     if heads is not None:
         return "head", (rows // heads,) * heads
     return "block", (rows,) if sizes is None else tuple(sizes)

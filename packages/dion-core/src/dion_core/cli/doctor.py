@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -12,15 +13,17 @@ from typing import Annotated, Literal
 import torch
 import typer
 
+from dion_core import groups, registry
 from dion_core.cli.output import print_json, print_line, print_table
-from dion_core.registry import KNOWN_PACKAGES, available_transports
+from dion_core.registry import available_transports
 from dion_core.transport import TransportError
 
 OLDEST_TORCH = (2, 9)
 TRITON = "3.6"
 """The version that the kernels of Newton-Schulz were tried with."""
 
-MPI_SECONDS = 60.0
+TRIED_SECONDS = 60.0
+"""That an import in another process may take."""
 MPI_REMEDY = "install an MPI library, such as openmpi-bin of Debian and Ubuntu"
 
 State = Literal["ok", "optional", "missing"]
@@ -61,7 +64,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] =
 
 def examined() -> list[Finding]:
     """All findings."""
-    return [_python(), _torch(), *_accelerator(), _triton(), *_libraries(), *_packages(), _transports()]
+    return [_python(), _torch(), *_accelerator(), _triton(), *_libraries(), *_packages(), _transports(), *_groups()]
 
 
 def _python() -> Finding:
@@ -129,7 +132,7 @@ def _mpi() -> Finding:
         return binding
     code = "from mpi4py import MPI; print(' '.join(MPI.Get_library_version().split(',')[0].splitlines()[0].split()))"
     try:
-        tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=MPI_SECONDS)
+        tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TRIED_SECONDS)
     except subprocess.TimeoutExpired:
         return replace(binding, state="optional", found=f"{binding.found}, which hangs", remedy=MPI_REMEDY)
     if tried.returncode:
@@ -151,7 +154,7 @@ def _packages() -> list[Finding]:
     """The packages of the project, which carry one version number."""
     core = _version("dion-core")
     findings = [Finding("dion-core", "ok", core or "not installed as a package")]
-    for name in sorted(set(KNOWN_PACKAGES.values())):
+    for name in sorted({*registry.KNOWN_PACKAGES.values(), *groups.KNOWN_PACKAGES.values()}):
         version = _version(name)
         if version is None:
             findings.append(Finding(name, "optional", "not installed", f"pip install {name}"))
@@ -171,6 +174,30 @@ def _transports() -> Finding:
     if names:
         return Finding("transports", "ok", names)
     return Finding("transports", "missing", "none: sharded weights need one", "pip install dion-comm-capped")
+
+
+def _groups() -> list[Finding]:
+    """Groups of ranks that torch.distributed does not know, loaded in another process, as MPI is."""
+    names = groups.available_groups()
+    if not names:
+        return [Finding("groups", "optional", "none beside torch.distributed", "pip install dion-comm-mpi")]
+    command = [
+        sys.executable,
+        "-c",
+        "from dion_core.groups import loading_errors as e; import json; print(json.dumps(e()))",
+    ]
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=TRIED_SECONDS)
+        errors = json.loads(tried.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, IndexError, ValueError):
+        errors = dict.fromkeys(names, "the process that tried it hung or died")
+    return [
+        Finding(f"group {name}", "optional", errors[name], "see docs/mpi.md")
+        if errors.get(name)
+        # What is imported when a group is made is in the lines of MPI and CuPy.
+        else Finding(f"group {name}", "ok", "installed")
+        for name in names
+    ]
 
 
 def _version(distribution: str) -> str | None:

@@ -1,28 +1,29 @@
-"""`dion transports`: what is installed, and what each serves."""
+"""`dion transports`: what is installed, and what each serves; and groups of ranks beside torch.distributed."""
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from dion_core.cli.output import fail, print_json, print_table
+from dion_core.cli.output import fail, print_json, print_line, print_table
 from dion_core.collectives import SoloGroup
+from dion_core.groups import ENTRY_POINT_GROUP as GROUPS
 from dion_core.layout import Axis, split_layout
 from dion_core.registry import ENTRY_POINT_GROUP, available_transports
 from dion_core.transport import Bucket, Transport, TransportError
 
 
 def transports(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
-    """List the installed transports: scopes, layouts, host reads, whether rows may be deferred, version."""
+    """List the installed transports: scopes, layouts, host reads, whether rows may be deferred, version; and groups."""
     try:
         rows = described()
     except TransportError as error:
         fail(str(error))
     if as_json:
-        print_json({"transports": rows})
+        print_json({"transports": rows, "groups": installed_groups()})
     elif not rows:
         fail("no transport is installed: pip install dion-comm-capped dion-comm-varlen dion-comm-nccl")
     else:
@@ -40,8 +41,22 @@ def transports(as_json: Annotated[bool, typer.Option("--json", help="print JSON"
             for row in rows
         ]
         print_table("", columns, cells)
+        if groups := installed_groups():
+            print_line()
+            table = [(each["name"], each["package"], each["version"]) for each in groups]
+            print_table("groups of ranks beside torch.distributed", ("name", "package", "version"), table)
     if not rows:
         raise typer.Exit(1)
+
+
+def installed_groups() -> list[dict[str, str]]:
+    """Every installed group of ranks, by name. None is loaded: that starts MPI."""
+    found = sorted(entry_points(group=GROUPS), key=lambda entry: entry.name)
+    return [{"name": entry.name, **dict(zip(("package", "version"), _source(entry), strict=True))} for entry in found]
+
+
+def _source(entry: EntryPoint) -> tuple[str, str]:
+    return (entry.dist.name, entry.dist.version) if entry.dist is not None else ("unknown", "unknown")
 
 
 def described() -> list[dict[str, Any]]:
@@ -50,10 +65,7 @@ def described() -> list[dict[str, Any]]:
     Raises:
         TransportError: one cannot be loaded.
     """
-    packages = {
-        entry.name: (entry.dist.name, entry.dist.version) if entry.dist is not None else ("unknown", "unknown")
-        for entry in entry_points(group=ENTRY_POINT_GROUP)
-    }
+    packages = {entry.name: _source(entry) for entry in entry_points(group=ENTRY_POINT_GROUP)}
     rows = []
     for name, kind in available_transports().items():
         package, version = packages[name]

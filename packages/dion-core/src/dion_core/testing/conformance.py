@@ -49,6 +49,11 @@ Newton-Schulz computes in fp16 unless the wire is fp64, batched, and some matric
 _UNUSED = (math.nan, 1e30)  # what stands in unused slots, in turn
 
 
+def _default_group() -> Group:
+    assert dist.group.WORLD is not None, "a process group is needed"
+    return TorchGroup(dist.group.WORLD)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one cell showed on this rank.
@@ -68,14 +73,15 @@ class Outcome:
     raised: bool
 
 
-def check_all(transport: str | Transport, device: str = "cpu") -> list[Outcome]:
-    """The outcome of every cell, on the ranks of the default process group. Collective.
+def check_all(transport: str | Transport, device: str = "cpu", *, group: Group | None = None) -> list[Outcome]:
+    """The outcome of every cell. Collective.
 
     Ends early if a rank raises, since later cells would show nothing but the consequences.
 
     Args:
         transport: the name of an installed one, or an instance with options.
-        device: where the rows lie; one that the backend of the group serves.
+        device: where the rows lie; one that the group serves.
+        group: the ranks; None takes the default process group of torch.distributed.
 
     Raises:
         TransportError: no transport of that name is installed.
@@ -83,20 +89,20 @@ def check_all(transport: str | Transport, device: str = "cpu") -> list[Outcome]:
     if isinstance(transport, str):
         transport = choose_transport(transport, frozenset(), chooses_rows=True).transport
     outcomes: list[Outcome] = []
-    for case in cases(transport, dist.get_world_size()):
-        outcomes.append(check_transport(transport, case, device))
+    group = group or _default_group()
+    for case in cases(transport, group.size):
+        outcomes.append(check_transport(transport, case, device, group=group))
         if outcomes[-1].raised:
             break
     return outcomes
 
 
-def check_transport(transport: Transport, case: Case, device: str = "cpu") -> Outcome:
-    """Runs one cell on the ranks of the default process group. Collective.
+def check_transport(transport: Transport, case: Case, device: str = "cpu", *, group: Group | None = None) -> Outcome:
+    """Runs one cell on the ranks of a group, or of the default process group. Collective.
 
     What is wrong is returned and not raised, so that no rank leaves the others waiting.
     """
-    assert dist.group.WORLD is not None, "a process group is needed"
-    group = TorchGroup(dist.group.WORLD)
+    group = group or _default_group()
     failures: list[str] = []
     trials: list[list[Trial]] = []
     with observe() as calls:

@@ -1,0 +1,238 @@
+"""What the ranks of an MPI job do in tests: `python -m tests.mpi_program WHAT FOLDER`, started by `mpirun`.
+
+Results are left in FOLDER, a file a rank.
+"""
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dion_comm_mpi import MpiGroup, mpi_group
+from dion_core import DeclaredShard, NorDion2, available_transports
+from dion_core.testing.conformance import check_all
+from tests.multiprocess import test_collectives as collectives
+from tests.multiprocess.test_world_size import exact_cells
+from tests.training import Cell, Outcome, build, run_cell, set_gradients, snapshot
+
+LAYOUTS = {
+    1: ("declared0", "shard0"),
+    2: ("ddp", "declared1", "shard0"),
+    3: ("declared0", "shard1"),
+    4: ("declared0", "hsdp"),
+}
+"""By number of ranks what is trained; all layouts with all of them in `whole_suite`."""
+TRANSPORTS = {1: ("local",), 2: ("capped", "uniform"), 3: ("varlen",), 4: ("full",)}
+"""By number of ranks what passes the conformance suite; likewise."""
+GIVEN = (MPI.COMM_WORLD, "mpi", MPI.COMM_WORLD)
+"""What `group` is, by turns."""
+WITHOUT_TORCH = ("ddp", "declared0", "declared1")
+
+
+class Seat(NamedTuple):
+    """A rank in place of a mesh, where there is no torch.distributed."""
+
+    rank: int
+    world_size: int
+    device_type: str = "cpu"
+
+    def get_rank(self) -> int:
+        return self.rank
+
+    def size(self) -> int:
+        return self.world_size
+
+
+def cells(layout: str) -> list[Cell]:
+    """What is trained in a layout: every optimizer with every transport."""
+    chosen: dict[Any, Cell] = {}
+    for cell in exact_cells(layout):
+        chosen.setdefault((cell.optimizer, str(cell.options["transport"])), cell)
+    return list(chosen.values())
+
+
+def suite() -> dict[str, Any]:
+    """What has to hold on this number of ranks."""
+    size = MPI.COMM_WORLD.Get_size()
+    return examined(LAYOUTS[size], TRANSPORTS[size])
+
+
+def whole_suite() -> dict[str, Any]:
+    """Every layout and every transport."""
+    layouts = (*WITHOUT_TORCH, "shard0", "shard1", "replicate", *["hsdp"] * (MPI.COMM_WORLD.Get_size() == 4))
+    return examined(layouts, available_transports())
+
+
+def examined(layouts: Sequence[str], transports: Iterable[str]) -> dict[str, Any]:
+    """What came out, first without torch.distributed, then with it."""
+    group = mpi_group()
+    found: dict[str, Any] = {"collectives": by_collective(group), "parts": by_part(group), "sum": half_sum(group)}
+    found["conformance"] = {name: check_all(name, group=group) for name in transports}
+    found["refused"] = refused(group)
+    found["resumed"] = resumed(group)
+    found["layerwise"] = layerwise(group)
+    found["refused"].append(message(NorDion2([nn.Parameter(torch.ones(4, 4))], group=group).capture))
+    seat = Seat(group.rank, group.size)
+    found["cells"] = {}
+    for layout, given in zip([each for each in layouts if each in WITHOUT_TORCH], GIVEN, strict=False):
+        found["cells"][layout] = [run_cell(cell, seat, given) for cell in cells(layout)]
+    assert not dist.is_initialized()
+    with torch_distributed() as mesh:
+        for layout in [each for each in layouts if each not in WITHOUT_TORCH]:
+            found["cells"][layout] = [through_mpi(cell, mesh) for cell in cells(layout)]
+    return found
+
+
+@contextmanager
+def torch_distributed() -> Iterator[DeviceMesh]:
+    """A default process group of the ranks of the job, in the other order, as a mesh."""
+    size = MPI.COMM_WORLD.Get_size()
+    file = MPI.COMM_WORLD.bcast(str(Path(sys.argv[2]) / "store") if MPI.COMM_WORLD.Get_rank() == 0 else None)
+    rank = size - 1 - MPI.COMM_WORLD.Get_rank()
+    dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size)
+    yield dist.init_device_mesh("cpu", (size,))
+    dist.destroy_process_group()
+
+
+def through_mpi(cell: Cell, mesh: DeviceMesh) -> Outcome:
+    """Trains DTensors, of which nothing goes through torch.distributed once they are made."""
+    names = ("all_to_all_single", "all_gather", "all_reduce", "reduce_scatter", "broadcast", "new_group")
+    known = {name: getattr(dist, name) for name in names}
+    outcome = None
+    try:
+        for name in names:
+            setattr(dist, name, refuse)
+        outcome = run_cell(cell, mesh, "mpi")
+    finally:
+        for name, function in known.items():
+            setattr(dist, name, function)
+    return outcome
+
+
+def refuse(*arguments: object, **options: object) -> None:
+    raise AssertionError("a collective of torch.distributed")
+
+
+def by_collective(group: MpiGroup) -> list[Any]:
+    """Every collective in every dtype with equal, uneven and empty messages."""
+    return [function(group, *case) for function, case in collective_cases(group.size)]
+
+
+def collective_cases(world_size: int) -> list[tuple[Callable[..., Any], Sequence[Any]]]:
+    """The functions and arguments of `by_collective`."""
+    lengths = [each[:world_size] for each in collectives.LENGTHS.values()]
+    splits = [collectives.splits_of(world_size, rule) for rule in collectives.SPLITS.values()]
+    small, dtypes = (1, 5), collectives.DTYPES
+    return [
+        *((collectives.gather, case) for case in product(lengths, dtypes)),
+        *((collectives.reduce, case) for case in product(small, dtypes, collectives.REDUCTIONS)),
+        *((collectives.scatter, case) for case in product(small, dtypes, collectives.REDUCTIONS)),
+        *((collectives.spread, case) for case in product(small, dtypes, range(world_size))),
+        *((collectives.exchange, case) for case in product(splits, dtypes)),
+    ]
+
+
+def by_part(group: MpiGroup) -> list[list[float]]:
+    """What the ranks of a part of the group, and all in another order, gather: their numbers."""
+    found = []
+    for ranks in (tuple(reversed(group.ranks)), tuple(range(group.rank % 2, group.size, 2))):
+        part = group.subgroup(ranks)
+        assert part == group.subgroup(list(ranks)) == part.named("a part")
+        assert hash(part) == hash(group.subgroup(ranks))
+        outputs = [torch.empty(1) for _ in ranks]
+        part.all_gather(outputs, torch.tensor([float(group.rank)])).wait()
+        found.append([float(output) for output in outputs])
+    return found
+
+
+def half_sum(group: MpiGroup) -> float:
+    """256 + 1 + ... + 1 in bf16, which is 256 if every sum is rounded."""
+    tensor = torch.tensor([256.0 if group.rank == 0 else 1.0], dtype=torch.bfloat16)
+    group.all_reduce(tensor, "sum").wait()
+    return float(tensor)
+
+
+def refused(group: MpiGroup) -> list[str]:
+    """What optimizers of declared shards raise that do not fit: a hole, an overlap, other tensors, a failing rank."""
+    rank, last = group.rank, group.size - 1
+
+    def made(rows: int, offset: int, size: int, columns: int = 4, name: str = "weight") -> NorDion2:
+        shard = DeclaredShard(0, size, offset)
+        return NorDion2([{"params": [(name, nn.Parameter(torch.ones(rows, columns)))], "shard": shard}], group="mpi")
+
+    rows = 4 * group.size
+    return [
+        message(lambda: made(4 - (rank == last), 4 * rank, rows)),
+        message(lambda: made(4, 4 * rank - (rank == last), rows)),
+        message(lambda: made(4, 4 * rank, rows, columns=4 + (rank == last))),
+        message(lambda: made(4, 4 * rank, rows - (rank == last))),
+        message(lambda: made(4 + (rank == last), 4 * rank, rows)),
+        message(lambda: made(4, 4 * rank, rows) if rank != last else NorDion2([torch.ones(2, 2)], group="mpi")),
+    ]
+
+
+def layerwise(group: MpiGroup) -> list[dict[str, Tensor]]:
+    """The weights after steps with state as the parameters lie, and layer by layer."""
+    seat, weights = Seat(group.rank, group.size), []
+    for options in ({}, {"state": "layerwise"}):
+        cell = next(cell for cell in exact_cells("ddp") if cell.optimizer == "NorDion2")
+        taken = run_cell(replace(cell, options={**cell.options, **options}), seat, group).snapshots[-1]
+        weights.append({name: value for name, value in taken.items() if name.endswith("weight")})
+    return weights
+
+
+def resumed(group: MpiGroup) -> dict[str, Any]:
+    """Two steps, once unbroken and once with a load between, from the own state and from the whole one."""
+    cell = next(
+        cell for cell in cells("declared0") if cell.optimizer == "NorDion2" and cell.options["transport"] == "full"
+    )
+    cell = replace(cell, steps=(1, 2))
+    seat = Seat(group.rank, group.size)
+    unbroken = run_cell(cell, seat, group).snapshots[-1]
+    found: dict[str, Any] = {"unbroken": unbroken}
+    for way in ("own", "whole"):
+        optimizer, parameters = build(replace(cell, steps=(1,)), seat, group)
+        set_gradients(parameters, cell.problem.gradients[0], cell, seat)
+        optimizer.step()
+        saved = optimizer.state_dict() if way == "own" else optimizer.full_state_dict()
+        again, others = build(cell, seat, group)
+        for name, parameter in others.items():
+            parameter.data.copy_(parameters[name])
+        again.load_state_dict(copy.deepcopy(saved))
+        set_gradients(others, cell.problem.gradients[1], cell, seat)
+        again.step()
+        found[way] = snapshot(again, others)
+        found["shapes"] = [tuple(saved["state"][0]["momentum"].shape), saved["param_groups"][0].get("shard")]
+    return found
+
+
+def message(make: Callable[[], object]) -> str:
+    """What the call raises."""
+    try:
+        make()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def main() -> None:
+    """Runs what the command line says, and leaves its results."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    result = globals()[sys.argv[1]]()
+    torch.save(result, Path(sys.argv[2]) / f"{MPI.COMM_WORLD.Get_rank()}.pt")
+
+
+if __name__ == "__main__":
+    main()
