@@ -34,7 +34,8 @@ def tables(results: list[dict[str, Any]]) -> str:
             *(_step(row) for row in result["rows"]),
             "",
         ]
-        if all(row["captured"] for row in result["rows"]):
+        staged = [row for row in result["rows"] if "stages" in row and not row["captured"]]
+        if not staged:
             continue
         lines += [
             "Device time by stage in ms, and what part of the ceiling it is; last, how much of the wire's runs beside "
@@ -42,7 +43,7 @@ def tables(results: list[dict[str, Any]]) -> str:
             "",
             "| inventory:W:transport | " + " | ".join(STAGES) + " | wire exposed |",
             "|---" * (len(STAGES) + 2) + "|",
-            *(_stages(row) for row in result["rows"] if not row["captured"]),
+            *map(_stages, staged),
             "",
         ]
     return "\n".join(lines).rstrip("\n") + "\n"
@@ -58,7 +59,7 @@ def _name(row: dict[str, Any]) -> str:
 def _step(row: dict[str, Any]) -> str:
     times = " | ".join(f"{row[name]:.1f}" for name in ("isolated", "hidden", "host"))
     peak = "in the graph" if row["captured"] else f"{row['peak_mib']:.0f}"
-    return f"| {_name(row)} | {times} | {peak} | {row['seconds_to_third_step']:.1f} | {row['launches']} |"
+    return f"| {_name(row)} | {times} | {peak} | {row['seconds_to_third_step']:.1f} | {row.get('launches', '')} |"
 
 
 def _stages(row: dict[str, Any]) -> str:
