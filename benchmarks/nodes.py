@@ -21,14 +21,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from benchmarks.deferral import WIDTH, show
-from benchmarks.namespaces import Link, Network, NetworkError
+from benchmarks.namespaces import Link, Network, NetworkError, leave_on_sigterm
 from benchmarks.nodes_page import rate_name, tables, write_page
 from benchmarks.nodes_plan import machine_of, plan, question
 from benchmarks.nodes_pool import Nodes, NodesError
@@ -222,10 +221,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _terminated(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, shows, and writes what was asked for; returns the exit code."""
     parser = _parser()
@@ -244,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    signal.signal(signal.SIGTERM, _terminated)  # leaves the `with` blocks, which remove what was made
+    leave_on_sigterm()
     try:
         found = json.loads(given.kept.read_text(encoding="utf-8")) if given.kept else results(request, console)
     except (NetworkError, NodesError) as error:

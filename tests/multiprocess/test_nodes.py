@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -106,17 +105,29 @@ def test_ranks_that_die_or_are_late_end_all_and_leave_nothing(seconds: float, *,
     assert mine() == []
 
 
-def test_a_command_that_is_ended_leaves_nothing() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_process_that_is_ended_leaves_nothing(number: signal.Signals) -> None:
+    """As the command does it, without torch. After SIGKILL the next network that is made removes what was left."""
+    program = (
+        "from benchmarks.namespaces import *\nimport time\nleave_on_sigterm()\n"
+        "with Network(2):\n    print(flush=True)\n    time.sleep(60)"
+    )
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "benchmarks.nodes", "--networks", "2x1", "--rates", "1"]
-    with subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline, of_command = time.monotonic() + SECONDS, f"-{process.pid}-"
-        while time.monotonic() < deadline and sum(of_command in name for name in existing()) < 3:
-            time.sleep(0.1)
-        assert sum(of_command in name for name in existing()) == 3
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(SECONDS) == 128 + signal.SIGTERM
-    assert not [name for name in existing() if of_command in name]
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        of_process = f"-{process.pid}-"
+        assert sum(of_process in name for name in existing()) == 3
+        process.send_signal(number)
+        code = process.wait(SECONDS)
+    if number == signal.SIGTERM:
+        assert code == 128 + number
+    if number == signal.SIGKILL:
+        with Network(2):
+            pass
+    assert not [name for name in existing() if of_process in name]
 
 
 def test_links_are_as_fast_as_set() -> None:

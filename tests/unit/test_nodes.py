@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import namespaces, nodes
 from benchmarks.namespaces import Link, Network, NetworkError, reason_against
-from benchmarks.nodes import RESULTS, figures, main
+from benchmarks.nodes import RESULTS, figures, main, merged
 from benchmarks.nodes_page import page
 from benchmarks.nodes_plan import plan, question, shaped
 from benchmarks.pages import DOCS
@@ -68,10 +68,29 @@ def test_figures_are_medians_of_steps_over_ranks() -> None:
     assert found["deferred"] == 10 / 200
 
 
+def result(rows: list[dict[str, object]], *, torch: str = "2") -> dict[str, object]:
+    return {"machine": "m", "torch": torch, "training": {}, "delay": 0.0, "rows": rows, "date": torch}
+
+
+def row(mbit: float | None, transport: str, exchange: float) -> dict[str, object]:
+    return {"nodes": 2, "ranks_per_node": 1, "mbit": mbit, "transport": transport, "measured": exchange}
+
+
+def test_results_are_added_to_those_kept_by_what_they_are_of() -> None:
+    kept = result([row(None, "full", 1.0), row(20.0, "full", 2.0), row(20.0, "local", 3.0)])
+    anew = result([row(20.0, "full", 4.0), row(100.0, "full", 5.0)])
+    both = merged(anew, kept)["rows"]
+    assert [(each["mbit"], each["measured"]) for each in both] == [(None, 1.0), (100.0, 5.0), (20.0, 4.0), (20.0, 3.0)]
+    assert merged(result([], torch="3"), kept)["rows"] == []
+
+
 def test_without_root_the_reason_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(nodes, "leave_on_sigterm", lambda: calls.append("leaves"))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert reason_against() == "network namespaces need root"
     assert main(["--networks", "2x1", "--rates", "20"]) == 1
+    assert calls == ["leaves"]
     assert "need root" in capsys.readouterr().err
 
 
