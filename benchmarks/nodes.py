@@ -216,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=5, help="that are measured, after two more (%(default)s)")
     parser.add_argument("--answer-seconds", type=float, default=180.0, help="a training may take (%(default)s)")
     parser.add_argument("--minutes", type=float, default=60.0, help="all may take (%(default)s)")
+    parser.add_argument("--note", default="", help="kept with the results and shown with them")
     parser.add_argument("--kept", type=Path, help="results to show in place of measuring")
     parser.add_argument("--write", action="store_true", help="keep the results, and write docs/nodes.md")
     return parser
@@ -248,13 +249,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted: all ranks are ended and all namespaces removed", file=sys.stderr)
         return 128 + signal.SIGINT
+    if given.note:
+        found["note"] = given.note
     if given.write and not given.kept and kept_file().exists():
         found = merged(found, json.loads(kept_file().read_text(encoding="utf-8")))
     for table in tables(found):
         show(console, table)
     if given.write:
-        if not given.kept:
-            kept_file().write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        (given.kept or kept_file()).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         write_page(found)
     return 0
 

@@ -160,25 +160,28 @@ def _kilobytes(num_bytes: float) -> str:
 
 
 def conclusions(rows: Sequence[Row]) -> str:
-    """By network, from which link on full is slower than others, and on which links waits are as planned."""
+    """By network, from which link on steps are shorter than those of full, and on which links waits are as planned."""
     lines = []
     for name, group in _grouped(rows, network_name):
         of_network = list(group)
-        seen, planned = (
-            _full_falls_behind(of_network, lambda row: float(row["measured"]["step"])),
-            _full_falls_behind(of_network, lambda row: planned_step(row, rows)),
-        )
-        text = f"- {name}: full takes more than {ALIKE:g} times the fastest step {seen}; planned {planned}. "
+        crossings = []
+        for other in _names(of_network):
+            if other == "full":
+                continue
+            seen = _crossing(of_network, other, lambda row: float(row["measured"]["step"]))
+            planned = _crossing(of_network, other, lambda row: planned_step(row, rows))
+            crossings.append(f"{other} {seen} (planned: {planned})")
+        text = f"- {name}: steps are shorter than those of full with {'; '.join(crossings)}. "
         lines.append(fill(text + _as_planned(of_network), 120, subsequent_indent="  "))
     return "\n".join(lines)
 
 
-def _full_falls_behind(rows: Sequence[Row], step: Callable[[Row], float]) -> str:
-    """The fastest link from which on, on slower ones too, full is not among the fast."""
+def _crossing(rows: Sequence[Row], other: str, step: Callable[[Row], float]) -> str:
+    """The fastest link from which on, on slower ones too, the other transport's steps are shorter than full's."""
     found = "on none of these links"
     for mbit, group in reversed([(mbit, list(of)) for mbit, of in _grouped(rows, lambda row: row["mbit"])]):
         steps = {row["transport"]: step(row) for row in group}
-        if "full" not in steps or steps["full"] <= ALIKE * min(steps.values()):
+        if not {"full", other} <= set(steps) or steps["full"] <= steps[other]:
             break
         found = "on all of these links" if mbit is None else f"from {rate_name(mbit)} down"
     return found
@@ -210,7 +213,7 @@ def page(found: Row) -> str:
     training = found["training"]
     how = (
         f"Measured on {found['machine']} shared by all ranks, torch {found['torch']}, {found['date'][:10]}; medians of "
-        f"{training['num_steps']} steps after {training['warm_up']}, fraction {training['fraction']:g}."
+        f"{training['num_steps']} steps after {training['warm_up']}, fraction {training['fraction']:g}. {found.get('note', '')}"
     )
     text = PAGE.replace("MEASURED", fill(how, 120)).replace("CONCLUSIONS", conclusions(found["rows"]))
     return text + "\n".join(map(markdown, tables(found)))
