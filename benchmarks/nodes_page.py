@@ -41,7 +41,7 @@ def tables(found: Row) -> list[Table]:
     """What the results say."""
     rows = found["rows"]
     by_network = [exchange_table(name, list(group)) for name, group in _grouped(rows, network_name)]
-    return [ratio_table(rows), *by_network, crossover_table(rows), bytes_table(rows)]
+    return [summary_table(rows), ratio_table(rows), *by_network, crossover_table(rows), bytes_table(rows)]
 
 
 def _grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> Iterator[tuple[Any, Iterator[Row]]]:
@@ -159,45 +159,48 @@ def _kilobytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e3:.0f}"
 
 
-def conclusions(rows: Sequence[Row]) -> str:
+def summary_table(rows: Sequence[Row]) -> Table:
     """By network, from which link on steps are shorter than those of full, and on which links waits are as planned."""
+    names = [name for name in _names(rows) if name != "full"]
     lines = []
     for name, group in _grouped(rows, network_name):
-        of_network = list(group)
-        crossings = []
-        for other in _names(of_network):
-            if other == "full":
-                continue
-            seen = _crossing(of_network, other, lambda row: float(row["measured"]["step"]))
-            planned = _crossing(of_network, other, lambda row: planned_step(row, rows))
-            crossings.append(f"{other} {seen} (planned: {planned})")
-        text = f"- {name}: steps are shorter than those of full with {'; '.join(crossings)}. "
-        lines.append(fill(text + _as_planned(of_network), 120, subsequent_indent="  "))
-    return "\n".join(lines)
+        of = list(group)
+        cells = []
+        for other in names:
+            seen = _crossing(of, other, lambda row: float(row["measured"]["step"]))
+            planned = _crossing(of, other, lambda row: planned_step(row, rows))
+            cells.append(f"{seen} ({planned})")
+        lines.append([name, *cells, _as_planned(of)])
+    text = (
+        "The fastest link from which on, down to the slowest, steps are shorter than those of full, and in brackets the "
+        f"same of planned steps. Then by link how many waits are as planned: from {LEAST:g} times the planned figure to "
+        f"{MOST:g} times the one planned for one way after the other."
+    )
+    return Table("Where full falls behind", text, ["network", *names, "waits as planned"], lines)
 
 
 def _crossing(rows: Sequence[Row], other: str, step: Callable[[Row], float]) -> str:
     """The fastest link from which on, on slower ones too, the other transport's steps are shorter than full's."""
-    found = "on none of these links"
+    found = "never"
     for mbit, group in reversed([(mbit, list(of)) for mbit, of in _grouped(rows, lambda row: row["mbit"])]):
         steps = {row["transport"]: step(row) for row in group}
         if not {"full", other} <= set(steps) or steps["full"] <= steps[other]:
             break
-        found = "on all of these links" if mbit is None else f"from {rate_name(mbit)} down"
+        found = rate_name(mbit)
     return found
 
 
 def _as_planned(rows: Sequence[Row]) -> str:
     """How many waits lie where the plan has them, by link."""
-    inside = []
+    found = []
     for mbit, group in _grouped(rows, lambda row: row["mbit"]):
         of = list(group)
         hits = sum(
             LEAST * row["planned"]["exchange"] <= row["measured"]["exchange"] <= MOST * row["planned"]["one_way"]
             for row in of
         )
-        inside.append(f"{hits} of {len(of)} ({rate_name(mbit)})")
-    return f"Waits from {LEAST:g} times the first figure to {MOST:g} times the second: {', '.join(inside)}."
+        found.append(f"{rate_name(mbit).removesuffix(' Mbit/s')}: {hits} of {len(of)}")
+    return ", ".join(found)
 
 
 def write_page(found: Row) -> None:
@@ -215,5 +218,4 @@ def page(found: Row) -> str:
         f"Measured on {found['machine']} shared by all ranks, torch {found['torch']}, {found['date'][:10]}; medians of "
         f"{training['num_steps']} steps after {training['warm_up']}, fraction {training['fraction']:g}. {found.get('note', '')}"
     )
-    text = PAGE.replace("MEASURED", fill(how, 120)).replace("CONCLUSIONS", conclusions(found["rows"]))
-    return text + "\n".join(map(markdown, tables(found)))
+    return PAGE.replace("MEASURED", fill(how, 120)) + "\n".join(map(markdown, tables(found)))

@@ -56,8 +56,6 @@ Dots are measured, lines planned, and the band above a line reaches to where one
 
 ![Whole steps by rate of the link](images/nodes-step.png)
 
-CONCLUSIONS
-
 ## What the plan leaves out
 
 - A message of gloo has its own handshake, and takes its turn among others on the same link; the plan knows only the
