@@ -172,9 +172,9 @@ def summary_table(rows: Sequence[Row]) -> Table:
             cells.append(f"{seen} ({planned})")
         lines.append([name, *cells, _as_planned(of)])
     text = (
-        "The fastest link from which on, down to the slowest, steps are shorter than those of full, and in brackets the "
-        f"same of planned steps. Then by link how many waits are as planned: from {LEAST:g} times the planned figure to "
-        f"{MOST:g} times the one planned for one way after the other."
+        "The fastest link from which on, down to the slowest, steps are shorter than those of full, and in brackets "
+        f"the same of planned steps. Then by link how many waits are as planned: from {LEAST:g} times the planned "
+        f"figure to {MOST:g} times the one planned for one way after the other."
     )
     return Table("Where full falls behind", text, ["network", *names, "waits as planned"], lines)
 
@@ -216,6 +216,7 @@ def page(found: Row) -> str:
     training = found["training"]
     how = (
         f"Measured on {found['machine']} shared by all ranks, torch {found['torch']}, {found['date'][:10]}; medians of "
-        f"{training['num_steps']} steps after {training['warm_up']}, fraction {training['fraction']:g}. {found.get('note', '')}"
+        f"{training['num_steps']} steps after {training['warm_up']}, fraction {training['fraction']:g}. "
+        + found.get("note", "")
     )
     return PAGE.replace("MEASURED", fill(how, 120)) + "\n".join(map(markdown, tables(found)))
