@@ -120,9 +120,9 @@ def polar_express(matrix: Array) -> Array:
         a, b, c = a / SAFETY, b / SAFETY**3, c / SAFETY**5
         values = a * values + b * values**3 + c * values**5
     result: Array = (left * values) @ right
-    for row in range(len(matrix)):
-        if not matrix[row].any():
-            result[row] = 0.0  # exactly: the decomposition may leave a rounding there
+    # Exactly zero: the decomposition may leave a rounding there, and cautious weight decay asks for its sign.
+    result[~matrix.any(axis=1)] = 0.0
+    result[:, ~matrix.any(axis=0)] = 0.0
     return result
 
 
