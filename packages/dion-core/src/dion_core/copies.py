@@ -42,6 +42,17 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
+def named_tensors(
+    names: Mapping[Tensor, str], states: Mapping[Tensor, Mapping[str, Tensor]]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The parameters and their state as `differing_copies` takes them."""
+    tensors = {}
+    for parameter, name in names.items():
+        tensors[name] = parameter, parameter
+        tensors |= {f"{name} ({key})": (value, parameter) for key, value in states.get(parameter, {}).items()}
+    return tensors
+
+
 def differing_copies(
     tensors: Mapping[str, tuple[Tensor, Tensor]], group: Group, replicas: Group, device: torch.device
 ) -> list[str]:
