@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from dion_comm_capped import Capped
 from dion_core import Dion2, NorMuon
@@ -150,6 +151,31 @@ def test_other_meshes_on_one_rank_are_told_by_all(way: str) -> None:
     assert len(set(messages)) == 1
     assert messages[0].startswith("ranks disagree about the optimizer's plan")
     assert all(told in messages[0] for told in OTHER_MESHES[way]), messages[0]
+
+
+def whole_state() -> list[bool]:
+    """Whether the whole state is that of the pieces, on a mesh that has its ranks in another order and on its parts."""
+    mesh = TURNED.make()
+    ways: list[tuple[DeviceMesh, list[Any]]] = [
+        (mesh, [Shard(0), Shard(0)]),
+        (mesh, [_StridedShard(0, split_factor=2), Shard(0)]),
+        (mesh, [Shard(1), Shard(0)]),
+        (mesh, [Replicate(), Shard(1)]),
+        (mesh["a"], [Shard(0)]),
+        (mesh["b"], [Shard(1)]),
+    ]
+    values = [drawn(number, 7, 6) for number in range(len(ways))]
+    weights = [on(way[0], value, *way[1]) for way, value in zip(ways, values, strict=True)]
+    optimizer = NorMuon([(f"w{number}", weight) for number, weight in enumerate(weights)])
+    for weight, value in zip(weights, values, strict=True):
+        optimizer.state[weight]["momentum"].copy_(placed(value, weight.device_mesh, weight.placements))  # type: ignore[attr-defined]
+    states = optimizer.full_state_dict()["state"]
+    return [torch.equal(states[number]["momentum"], value) for number, value in enumerate(values)]
+
+
+def test_the_whole_state_of_a_mesh_in_another_order() -> None:
+    for found in pool(4).run(whole_state):
+        assert found == [True] * len(found)
 
 
 def on_rank_0_alone() -> None:

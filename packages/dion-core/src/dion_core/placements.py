@@ -27,6 +27,23 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
+def whole_tensor(tensor: DTensor) -> Tensor:
+    """The tensor in one piece on this rank, by true offsets. Collective over its mesh.
+
+    `full_tensor` joins pieces in the order of process groups, which is another where a mesh has its ranks turned round.
+    """
+    axes, whole = mesh_axes(tensor), local_tensor(tensor)
+    if axes is None:
+        return tensor.full_tensor().detach()
+    for dim, splitting in axes.splits.items():
+        group, before, after = axes.group(splitting), whole.shape[:dim], whole.shape[dim + 1 :]
+        pieces = [whole.new_empty(*before, held, *after) for _, held in axes.segments(dim, tensor.shape[dim])]
+        message = whole.contiguous().flatten()
+        group.named("a whole tensor").all_gather([piece.view(-1) for piece in pieces], message).wait()
+        whole = torch.cat(pieces, dim=dim)
+    return whole
+
+
 @dataclass(frozen=True)
 class Place:
     """Where the matrices of one parameter lie.
