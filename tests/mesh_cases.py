@@ -96,9 +96,10 @@ class Mesh:
 @cache
 def made_once(shape: tuple[int, ...], ranks: tuple[int, ...], flat: bool, world: dist.ProcessGroup) -> DeviceMesh:
     """The mesh of that shape over these ranks, or all in order: one for all tests, since its groups have threads."""
+    names = ("a", "b", "c")[: len(shape)]
     if ranks:
-        return DeviceMesh("cpu", torch.tensor(ranks).view(shape))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
+        return DeviceMesh("cpu", torch.tensor(ranks).view(shape), mesh_dim_names=names)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     return mesh._flatten("all") if flat else mesh
 
 

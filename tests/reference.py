@@ -109,7 +109,7 @@ def polar_express(matrix: Array) -> Array:
 
     Newton-Schulz computes an odd polynomial of the matrix, X -> a X + b (X X^T) X + c (X X^T)^2 X, which is
     the scalar polynomial a s + b s^3 + c s^5 of its singular values. Here these are simply computed.
-    A zero matrix stays zero, and so does a zero row.
+    A zero matrix stays zero, and so do zero rows and columns.
     """
     if not matrix.any():
         return np.zeros_like(matrix)

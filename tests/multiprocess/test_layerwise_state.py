@@ -305,3 +305,35 @@ def test_bucket_sizes_that_cannot_be(size: Any) -> None:
 def test_a_group_has_no_state_of_its_own() -> None:
     with pytest.raises(ValueError, match="state in parameter group 0 is an option of the whole optimizer"):
         NorDion2([{"params": [nn.Parameter(torch.ones(8, 6))], "state": "layerwise"}])
+
+
+def flipped_bit() -> list[list[str]]:
+    """What `check_replicas` says before and after a bit of one copy was flipped; state that one rank has is no copy."""
+    run = Run("NorDion2", {"state": "layerwise"})
+    run.step(1)
+    said = [run.optimizer.check_replicas()]
+    if dist.get_rank() == 1:
+        run.parameters[3].detach().view(torch.int32)[0, 0] ^= 1
+    return [*said, run.optimizer.check_replicas()]
+
+
+def test_copies_of_weights_are_compared_and_state_without_copies_is_not() -> None:
+    for said in pool(3).run(flipped_bit):
+        assert said == [[], ["p3 differs: ranks [0, 2] and ranks [1]"]]
+
+
+def replaced_after_a_load() -> None:
+    """One matrix: of two ranks one has state, and parameters are replaced, which is too late where there is some."""
+    weight = nn.Parameter(torch.ones(6, 4))
+    optimizer = NorDion2([("w", weight)], group=dist.group.WORLD, state="layerwise")
+    state = optimizer.full_state_dict()
+    state["state"][0]["momentum"] += 1
+    optimizer.load_state_dict(state)
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(6, 4))
+    optimizer.step()
+
+
+def test_parameters_replaced_where_one_rank_has_state_are_refused_by_all() -> None:
+    errors = pool(2).run_expecting_error(replaced_after_a_load)
+    assert sorted(type(error).__name__ for error in errors) == ["TransportError", "ValueError"]
+    assert all("before the first step and before a load" in str(error) for error in errors)

@@ -110,9 +110,9 @@ class LayerWisePlan(Plan):
     def shared(self) -> Sequence[SharedValues]:
         return self.values
 
-    def describe(self) -> list[str]:
+    def describe(self, num_ranks: int) -> list[str]:
         kept = [f"state of {', '.join(bucket.names)} on ranks {bucket.flat.ranks}" for bucket in self.ownership.buckets]
-        return [*super().describe(), *kept]
+        return [*super().describe(num_ranks), *kept]
 
 
 class ByOwners:
@@ -143,7 +143,7 @@ class ByOwners:
             self._check(member, replicas)
         matrices = [m for m in members if m.group["algorithm"] == "matrix" and m.parameter.numel()]
         choice_for(matrices, rule, transport, needed=False)
-        parts, layouts, _ = divided(matrices, replicas)
+        parts, layouts, _ = divided(matrices, replicas, groups)
         everywhere = [split_layout(self._group, Axis.REPLICATED, layout.shape) for layout in layouts]
         drafts = make_drafts(parts, everywhere, rule, None)
         ownership = self._extended(members, drafts, rule)

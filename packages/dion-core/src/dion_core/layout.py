@@ -226,7 +226,7 @@ class RowTables:
             for offset, length in of_matrix
         )
         length, rank = torch.tensor([piece[2:] for piece in pieces], dtype=torch.int64).view(-1, 2).T
-        table = rank.repeat_interleave(length).view(self.layout.num_matrices, self.layout.shape[0])
+        table: Tensor = rank.repeat_interleave(length).view(self.layout.num_matrices, self.layout.shape[0])
         return table.to(self.device)
 
     @cached_property

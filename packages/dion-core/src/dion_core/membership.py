@@ -102,17 +102,24 @@ def check_ranks(parameter: Tensor, name: str, group: Group) -> None:
             f"{sorted(group.ranks)}: one of them must have all, so give group= a mesh of all those ranks, or use one "
             "optimizer for each set of ranks"
         )
-    if len(ranks) > 1 and mesh.get_coordinate() is None:
+    if mesh.get_coordinate() is None:
         raise ValueError(f"{name} lies on {mesh}, ranks {ranks}, of which this one, {get_rank()}, is none")
 
 
-def check_group_ranks(given: ProcessGroupLike, replicas: Group, group: Group) -> None:
+def check_group_ranks(replicas: Group, group: Group) -> None:
     """Raises ValueError where the `group` given for plain tensors has ranks that do not step together."""
     if replicas.size > 1 and not set(replicas.ranks) <= set(group.ranks):
         raise ValueError(
-            f"group={given} has ranks {sorted(replicas.ranks)}, while the DTensor parameters of this optimizer "
+            f"group= has ranks {sorted(replicas.ranks)}, while the DTensor parameters of this optimizer "
             f"lie on ranks {sorted(group.ranks)}: one of them must have all"
         )
+
+
+def check_members(names: Mapping[Tensor, str], replicas: Group, group: Group) -> None:
+    """Raises ValueError where parameters, or the copies of plain ones, have ranks that do not step together."""
+    check_group_ranks(replicas, group)
+    for parameter, name in names.items():
+        check_ranks(parameter, name, group)
 
 
 def checked_names(

@@ -157,7 +157,8 @@ def _process_group(ranks: Sequence[int]) -> dist.ProcessGroup:
         _made = (world, {})
     known, key = _made[1], tuple(sorted(ranks))
     if key not in known:
-        group = dist.new_group(list(key), use_local_synchronization=True)
+        timeout = world._get_backend(world._device_types[0]).options._timeout
+        group = dist.new_group(list(key), timeout=timeout, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         known[key] = group
     return known[key]

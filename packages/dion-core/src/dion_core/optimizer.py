@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -17,7 +17,7 @@ from dion_core.capture import StepGraph, check_capturable, form
 from dion_core.checkpoint import START, read_groups, write_groups_
 from dion_core.copies import copied_tensors, differing_copies
 from dion_core.layerwise import keeping_for
-from dion_core.membership import check_group_ranks, checked_names, listed, replica_group, stepping_group
+from dion_core.membership import check_group_ranks, check_members, checked_names, listed, replica_group, stepping_group
 from dion_core.operands import Operands, Rates, StepOperands
 from dion_core.options import check_group, check_options, check_structure, identity, structure, warn_of_group
 from dion_core.pipeline import agree_on_rows, step_elementwise, step_matrices
@@ -75,7 +75,7 @@ class MatrixOptimizer(Optimizer):
         with self._raised_by_all():
             if isinstance(params, Tensor):
                 raise TypeError("params is a Tensor; an iterable of parameters is needed, such as [parameter]")
-            check_group_ranks(given_group, self._replicas, self._group)
+            check_group_ranks(self._replicas, self._group)
             check_options({**options, "nonfinite": self._nonfinite})
             self._keeping = keeping_for(self._given_state, self._group, replicated=self._replicated)
             super().__init__(cast(Parameters, entries), {"algorithm": "matrix", **options, **START})
@@ -266,10 +266,12 @@ class MatrixOptimizer(Optimizer):
     def check_replicas(self) -> list[str]:
         """Which copies of parameters and state differ between ranks, a line each by name; empty if all are bit-equal.
 
-        Of replicated parameters (DDP, HSDP) and of what is replicated beside a split. Collective, for use in between
-        steps: it reads all of them once, and waits for the device.
+        Of replicated parameters (DDP, HSDP) and of what is replicated beside a split; layer-wise state has no copies.
+        Collective, for use in between steps: it reads all of them once, and waits for the device.
         """
-        tensors = copied_tensors(self.param_groups, self._names, self.state)
+        assert self._plan is not None
+        states = self.state if self._plan.state_mode == "like_parameters" else {}
+        tensors = copied_tensors(self.param_groups, self._names, states)
         return differing_copies(tensors, self._group, self._replicas, self._device)
 
     @contextmanager
@@ -312,6 +314,8 @@ class MatrixOptimizer(Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _agree_on_shards(self) -> None:
+        """All ranks have checked their parameters: one that failed would leave the others waiting in new groups."""
+        compare_plans(["parameters are checked"], self._group, self._device)
         agree_on_shards(self.param_groups, self._names, self._group, self._replicas, self._device)
 
     def _make_plan(self) -> Plan:
@@ -323,7 +327,7 @@ class MatrixOptimizer(Optimizer):
     def _adopt(self, plan: Plan) -> None:
         """Compares the plan with the other ranks' and opens its transport. Collective."""
         kind = f"{type(self).__name__}, nonfinite={self._nonfinite!r}, state={self._keeping!r}"
-        compare_plans([kind, *plan.describe()], self._group, self._device, own=plan.describe_own())
+        compare_plans([kind, *plan.describe(self._group.size)], self._group, self._device, own=plan.describe_own())
         plan.open()
         prepare(plan.buckets)
         self._keeping.adopt(plan, self.state)
@@ -344,11 +348,14 @@ class MatrixOptimizer(Optimizer):
         if self._plan is None or [identity(group) for group in self.param_groups] == self._identities:
             return
         parameters = self._parameters()
-        carried = carried_state(self.state, self._names, parameters, stepped=self._stepped)
+        # One rank alone may have state; that a step was taken all know, and raise without a message.
+        with nullcontext() if self._stepped else self._raised_by_all():
+            carried = carried_state(self.state, self._names, parameters, stepped=self._stepped)
         self._names = dict(zip(parameters, self._names.values(), strict=True))
         self._group, self._device = stepping_group(self.param_groups, self._replicas)
         self._plan, self.state = None, defaultdict(dict)
         with self._raised_by_all():
+            check_members(self._names, self._replicas, self._group)
             self._keeping = keeping_for(self._given_state, self._group, replicated=self._replicated)
             self._skipped = torch.zeros((), device=self._device)
             for group in self.param_groups:

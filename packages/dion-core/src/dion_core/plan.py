@@ -89,11 +89,13 @@ class Plan:
         may_defer = self.choice is not None and self.choice.transport.may_defer
         return [member for member in self.members if may_defer and member.number in self.in_pieces]
 
-    def describe_own(self) -> tuple[list[str], list[str]]:
-        """Which matrices this rank has where others have others, and the plan for them: the same if those are."""
-        own = [(bucket, bucket.line) for bucket in self.buckets if bucket.line is not None]
-        names = [f"{part.name} on ranks {sorted(line)}" for bucket, line in own for part in bucket.parts]
-        return names, [bucket.describe() for bucket, _ in own]
+    def describe_own(self) -> dict[tuple[int, ...], list[str]]:
+        """For each set of ranks that has matrices of its own the plan for them, in lines, the same on those ranks."""
+        lines: dict[tuple[int, ...], list[str]] = {}
+        for bucket in self.buckets:
+            if bucket.line is not None:
+                lines.setdefault(bucket.line, []).append(bucket.describe())
+        return lines
 
     @cached_property
     def exchange_groups(self) -> Sequence[Group]:
@@ -102,11 +104,11 @@ class Plan:
         groups = [group for layout in layouts for group in (layout.group, *(outer.group for outer in layout.outer))]
         return list(dict.fromkeys(groups))
 
-    def describe(self) -> list[str]:
-        """The plan in lines that are the same on every rank."""
+    def describe(self, num_ranks: int) -> list[str]:
+        """The plan in lines that are the same on every one of the ranks that step together."""
         # Parameters come first: the first line that differs then says what a rank lacks, not what follows from it.
         return [
-            *(_describe_member(member) for member in self.members),
+            *(_describe_member(member, num_ranks) for member in self.members),
             f"transport {stable_repr(self.choice.transport)}" if self.choice else "no transport",
             *(line for number, group in enumerate(self.groups) for line in _describe_options(number, group)),
             *(target.bucket.describe() for target in self.targets if target.bucket.line is None),
@@ -125,8 +127,8 @@ class Plan:
         outer = [axis.group for layout in layouts for axis in layout.outer]
         for group in dict.fromkeys([*(layout.group for layout in layouts), *outer]):
             _warm_up(group, self.transported[0].bucket.device)
-        by_line = [[bucket.bucket for bucket in self.transported if bucket.line == line] for line in self.lines]
-        self.session = open_session(self.choice.transport, [buckets for buckets in by_line if buckets])
+        by_line = {line: [each.bucket for each in self.transported if each.line == line] for line in self.lines}
+        self.session = open_session(self.choice.transport, {line: each for line, each in by_line.items() if each})
         for bucket, exchange in zip(self.transported, self.session.exchanges, strict=True):
             bucket.exchange = exchange
 
@@ -174,7 +176,7 @@ def make_plan(
     """
     members = trainable_members(groups, names)
     matrices = [m for m in members if m.group["algorithm"] == "matrix" and 0 not in m.shape]
-    parts, layouts, pieces = divided(matrices, replicas)
+    parts, layouts, pieces = divided(matrices, replicas, groups)
     choice = choice_for(matrices, rule, transport, needed=bool(pieces))
     buckets, loads = make_buckets(parts, layouts, rule, choice)
     return Plan(members, buckets, elementwise_parts(members, groups), choice, loads, groups, pieces)
@@ -202,13 +204,17 @@ def elementwise_parts(members: Sequence[Member], groups: Sequence[Mapping[str, A
     return [part for part in parts if part]
 
 
-def divided(members: Sequence[Member], replicas: Group) -> tuple[list[Part], list[Layout], frozenset[int]]:
+def divided(
+    members: Sequence[Member], replicas: Group, groups: Sequence[Mapping[str, Any]]
+) -> tuple[list[Part], list[Layout], frozenset[int]]:
     """The matrices of all members, where each lies, and the numbers of the members whose matrices are in pieces."""
     parts, layouts, pieces = [], [], []
-    most = max((_num_holders(member.parameter, replicas) for member in members), default=1)
+    holders = {each: _num_holders(each, replicas) for group in groups for each in group["params"]}
+    stepping = max([replicas.size, *holders.values()])
     for member in members:
         views, of_member = parameter_matrices(member.parameter, member.name, member.group, replicas)
-        if 1 < _num_holders(member.parameter, replicas) < most:  # other ranks have their own matrix of this name
+        on_mesh = isinstance(member.parameter, DTensor) or replicas.size > 1
+        if on_mesh and holders[member.parameter] < stepping:  # other ranks have their own matrix of this name
             views = replace(views, divided=True)
         parts += [Part(member, views, number) for number in range(len(of_member))]
         layouts += of_member
@@ -239,9 +245,11 @@ def _describe_options(number: int, group: Mapping[str, Any]) -> list[str]:
     return [f"group {number} {name}={stable_repr(group[name])}" for name in names if name in group]
 
 
-def _describe_member(member: Member) -> str:
+def _describe_member(member: Member, num_ranks: int) -> str:
     parameter = member.parameter
     where = ""
     if isinstance(parameter, DTensor):  # of a stack that is divided this is all that every rank can tell
-        where = f" {tuple(parameter.placements)} on a mesh of {tuple(parameter.device_mesh.shape)}"
+        mesh = parameter.device_mesh
+        ranks = f" with ranks {mesh.mesh.tolist()}" if mesh.size() == num_ranks else ""  # of a part others have others
+        where = f" {tuple(parameter.placements)} on a mesh of {tuple(mesh.shape)}{ranks}"
     return f"{member.name}: {member.group['algorithm']} {tuple(member.shape)} {parameter.dtype}{where}"

@@ -6,7 +6,7 @@ the shares of buckets that `dion_core.nested` makes, and once for every set of b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dion_core.nested import innermost, nested, parts_of
@@ -50,53 +50,75 @@ class NestedSession(Session):
         return self._inner.sizes
 
 
-class JoinedSession(Session):
-    """Several sessions of one transport, each for buckets that other ranks have with it."""
+Line = tuple[int, ...] | None
+"""The ranks that have certain buckets, where others have others; None: all ranks have them."""
+_LINES = "lines"
 
-    def __init__(self, sessions: Sequence[Session]) -> None:
-        super().__init__([exchange for session in sessions for exchange in session.exchanges])
-        self._sessions = sessions
+
+class JoinedSession(Session):
+    """The sessions of one transport, each for buckets that other ranks have with it.
+
+    Ranks need not have the same number of them: of a stack with fewer experts than places some have nothing. So a state
+    is kept by line, and what a state dict of another rank does not say of a line stays as it is on all of its ranks.
+    """
+
+    def __init__(self, sessions: Mapping[Line, Session]) -> None:
+        super().__init__([exchange for session in sessions.values() for exchange in session.exchanges])
+        self._by_line = sessions
 
     def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
         rest = list(selections)
-        for session in self._sessions:
+        for session in self._by_line.values():
             here, rest = rest[: len(session.exchanges)], rest[len(session.exchanges) :]
             yield from session.begin(here)
 
     def end(self) -> None:
-        for session in self._sessions:
+        for session in self._by_line.values():
             session.end()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sessions": [session.state_dict() for session in self._sessions]}
+        states = {line: session.state_dict() for line, session in self._by_line.items()}
+        common = states.pop(None, {})
+        own = {_key(line): state for line, state in states.items() if state}
+        return {**common, _LINES: own} if own else common
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict.get("sessions", [])
-        if len(saved) == len(self._sessions):
-            for session, each in zip(self._sessions, saved, strict=True):
-                session.load_state_dict(each)
+        own = state_dict.get(_LINES, {})
+        for line, session in self._by_line.items():
+            if line is None:
+                session.load_state_dict({name: value for name, value in state_dict.items() if name != _LINES})
+            elif _key(line) in own:
+                session.load_state_dict(own[_key(line)])
 
     @property
     def host_reads(self) -> int:  # type: ignore[override]
-        return sum(session.host_reads for session in self._sessions)
+        return sum(session.host_reads for session in self._by_line.values())
 
     @property
     def host_waits(self) -> int:  # type: ignore[override]
-        return sum(session.host_waits for session in self._sessions)
+        return sum(session.host_waits for session in self._by_line.values())
 
     @property
     def sizes(self) -> int:  # type: ignore[override]
-        return sum(session.sizes for session in self._sessions)
+        return sum(session.sizes for session in self._by_line.values())
 
 
-def open_session(transport: Transport, runs: Sequence[Sequence[Bucket]]) -> Session:
-    """The session of all buckets. Collective, run after run: the buckets of a run are those that the same ranks have.
+def _key(line: Line) -> str:
+    return ",".join(map(str, line or ()))
+
+
+def open_session(transport: Transport, by_line: Mapping[Line, Sequence[Bucket]]) -> Session:
+    """The session of all buckets. Collective, line after line.
 
     A transport may use the choices of all buckets of a session for each, so ranks must have a session in common.
+
+    Args:
+        transport: to open.
+        by_line: the buckets that the same ranks have.
     """
-    sessions = []
-    for buckets in runs:
+    sessions: dict[Line, Session] = {}
+    for line, buckets in by_line.items():
         session = transport.open([leaf for bucket in buckets for leaf in innermost(bucket)])
         nests = any(bucket.layout.outer for bucket in buckets)
-        sessions.append(NestedSession(session, buckets) if nests else session)
-    return sessions[0] if len(sessions) == 1 else JoinedSession(sessions)
+        sessions[line] = NestedSession(session, buckets) if nests else session
+    return JoinedSession(sessions)
