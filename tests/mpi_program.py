@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,22 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dion_comm_mpi import MpiGroup, mpi_group
 from dion_core import DeclaredShard, NorDion2, available_transports
 from dion_core.testing.conformance import check_all
-from tests.multiprocess import test_collectives as collectives
+from tests.mpi_cases import LAYOUTS, TRANSPORTS, WITHOUT_TORCH, cells, collective_cases
 from tests.multiprocess.test_world_size import exact_cells
 from tests.training import Cell, Outcome, build, run_cell, set_gradients, snapshot
 
-LAYOUTS = {
-    1: ("declared0", "shard0"),
-    2: ("ddp", "declared1", "shard0"),
-    3: ("declared0", "shard1"),
-    4: ("declared0", "hsdp"),
-}
-"""By number of ranks what is trained; all layouts with all of them in `whole_suite`."""
-TRANSPORTS = {1: ("local",), 2: ("capped", "uniform"), 3: ("varlen",), 4: ("full",)}
-"""By number of ranks what passes the conformance suite; likewise."""
 GIVEN = (MPI.COMM_WORLD, "mpi", MPI.COMM_WORLD)
 """What `group` is, by turns."""
-WITHOUT_TORCH = ("ddp", "declared0", "declared1")
 
 
 class Seat(NamedTuple):
@@ -52,14 +41,6 @@ class Seat(NamedTuple):
 
     def size(self) -> int:
         return self.world_size
-
-
-def cells(layout: str) -> list[Cell]:
-    """What is trained in a layout: every optimizer with every transport."""
-    chosen: dict[Any, Cell] = {}
-    for cell in exact_cells(layout):
-        chosen.setdefault((cell.optimizer, str(cell.options["transport"])), cell)
-    return list(chosen.values())
 
 
 def suite() -> dict[str, Any]:
@@ -127,20 +108,6 @@ def refuse(*arguments: object, **options: object) -> None:
 def by_collective(group: MpiGroup) -> list[Any]:
     """Every collective in every dtype with equal, uneven and empty messages."""
     return [function(group, *case) for function, case in collective_cases(group.size)]
-
-
-def collective_cases(world_size: int) -> list[tuple[Callable[..., Any], Sequence[Any]]]:
-    """The functions and arguments of `by_collective`."""
-    lengths = [each[:world_size] for each in collectives.LENGTHS.values()]
-    splits = [collectives.splits_of(world_size, rule) for rule in collectives.SPLITS.values()]
-    small, dtypes = (1, 5), collectives.DTYPES
-    return [
-        *((collectives.gather, case) for case in product(lengths, dtypes)),
-        *((collectives.reduce, case) for case in product(small, dtypes, collectives.REDUCTIONS)),
-        *((collectives.scatter, case) for case in product(small, dtypes, collectives.REDUCTIONS)),
-        *((collectives.spread, case) for case in product(small, dtypes, range(world_size))),
-        *((collectives.exchange, case) for case in product(splits, dtypes)),
-    ]
 
 
 def by_part(group: MpiGroup) -> list[list[float]]:
@@ -215,6 +182,19 @@ def resumed(group: MpiGroup) -> dict[str, Any]:
         found[way] = snapshot(again, others)
         found["shapes"] = [tuple(saved["state"][0]["momentum"].shape), saved["param_groups"][0].get("shard")]
     return found
+
+
+def large() -> list[int]:
+    """What arrives of a message longer than 2^31 bytes: its length, and ones among zeros at its ends."""
+    group, length = mpi_group(), 2**31 + 5
+    splits = [[1, length], [1, 1]]
+    sent = torch.zeros(sum(splits[group.rank]), dtype=torch.uint8)
+    sent[1] = sent[-1] = 1
+    received = [of_sender[group.rank] for of_sender in splits]
+    output = torch.full((sum(received),), 7, dtype=torch.uint8)
+    group.all_to_all(output, sent, received, splits[group.rank]).wait()
+    arrived = output[: received[0]]
+    return [len(arrived), int(arrived[0]), int(arrived[-1]), int(arrived.count_nonzero())]
 
 
 def message(make: Callable[[], object]) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dion_core.testing.ranks import pool
-from tests import mpi_program
+from tests import mpi_cases
 from tests.mpi_ranks import ROOT, mpirun
 from tests.multiprocess import test_collectives as collectives
 from tests.multiprocess.test_world_size import COLUMNS
@@ -39,7 +39,7 @@ def check_suite(by_rank: list[dict[str, Any]]) -> None:
         assert all(found["conformance"][name] for found in by_rank)
     for layout in by_rank[0]["cells"]:
         # torch.distributed numbers the ranks the other way round.
-        order = by_rank if layout in mpi_program.WITHOUT_TORCH else by_rank[::-1]
+        order = by_rank if layout in mpi_cases.WITHOUT_TORCH else by_rank[::-1]
         check_cells(layout, [found["cells"][layout] for found in order])
     for found in by_rank:
         for way in ("own", "whole"):
@@ -51,7 +51,7 @@ def check_suite(by_rank: list[dict[str, Any]]) -> None:
 
 def check_collectives(by_rank: list[dict[str, Any]]) -> None:
     world_size = len(by_rank)
-    wanted = pool(world_size).run(by_gloo, mpi_program.collective_cases(world_size))
+    wanted = pool(world_size).run(by_gloo, mpi_cases.collective_cases(world_size))
     for found, reference in zip(by_rank, wanted, strict=True):
         for actual, expected in zip(found["collectives"], reference, strict=True):
             pairs = zip(actual, expected, strict=True) if isinstance(actual, list) else [(actual, expected)]
@@ -66,8 +66,8 @@ def check_collectives(by_rank: list[dict[str, Any]]) -> None:
 
 def check_cells(layout: str, by_rank: list[list[Any]]) -> None:
     """The bits of one process with whole tensors, or, where columns are divided, its values."""
-    cells = mpi_program.cells(layout)
-    for number, (cell, wanted) in enumerate(zip(cells, train_cells(mpi_program.cells("plain"), 1), strict=True)):
+    cells = mpi_cases.cells(layout)
+    for number, (cell, wanted) in enumerate(zip(cells, train_cells(mpi_cases.cells("plain"), 1), strict=True)):
         actual = assembled(cell, [outcomes[number] for outcomes in by_rank])
         where = f"{layout}: {cell.optimizer} {cell.options}"
         if layout not in ("shard1", "declared1"):
@@ -111,6 +111,12 @@ def test_under_mpirun(world_size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_everything_under_mpirun(world_size: int, tmp_path: Path) -> None:
     check_suite(run_suite("whole_suite", world_size, tmp_path, 110.0))
+
+
+@pytest.mark.slow
+def test_messages_longer_than_two_gigabytes(tmp_path: Path) -> None:
+    _, (length, first, last, ones) = run_suite("large", 2, tmp_path, 110.0)
+    assert (length, first, last, ones) == (2**31 + 5, 1, 1, 2)
 
 
 @pytest.mark.parametrize(
