@@ -7,9 +7,10 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,12 @@ from mpi4py import MPI
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dion_comm_mpi import MpiGroup, mpi_group
+import dion_comm_mpi.nccl
+from dion_comm_mpi import MpiGroup, NcclGroup, mpi_group, nccl_group
 from dion_core import DeclaredShard, NorDion2, available_transports
+from dion_core.collectives import Done
 from dion_core.testing.conformance import check_all
+from tests import fake_nccl
 from tests.mpi_cases import LAYOUTS, TRANSPORTS, WITHOUT_TORCH, cells, collective_cases
 from tests.multiprocess.test_world_size import exact_cells
 from tests.training import Cell, Outcome, build, run_cell, set_gradients, snapshot
@@ -69,9 +73,10 @@ def examined(layouts: Sequence[str], transports: Iterable[str]) -> dict[str, Any
     for layout, given in zip([each for each in layouts if each in WITHOUT_TORCH], GIVEN, strict=False):
         found["cells"][layout] = [run_cell(cell, seat, given) for cell in cells(layout)]
     assert not dist.is_initialized()
-    with torch_distributed() as mesh:
-        for layout in [each for each in layouts if each not in WITHOUT_TORCH]:
-            found["cells"][layout] = [through_mpi(cell, mesh) for cell in cells(layout)]
+    if with_torch := [each for each in layouts if each not in WITHOUT_TORCH]:
+        with torch_distributed() as mesh:
+            for layout in with_torch:
+                found["cells"][layout] = [through_mpi(cell, mesh) for cell in cells(layout)]
     return found
 
 
@@ -83,6 +88,7 @@ def torch_distributed() -> Iterator[DeviceMesh]:
     rank = size - 1 - MPI.COMM_WORLD.Get_rank()
     dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size)
     yield dist.init_device_mesh("cpu", (size,))
+    MPI.COMM_WORLD.Barrier()  # gloo of one rank may still need that of another
     dist.destroy_process_group()
 
 
@@ -105,7 +111,7 @@ def refuse(*arguments: object, **options: object) -> None:
     raise AssertionError("a collective of torch.distributed")
 
 
-def by_collective(group: MpiGroup) -> list[Any]:
+def by_collective(group: MpiGroup | NcclGroup) -> list[Any]:
     """Every collective in every dtype with equal, uneven and empty messages."""
     return [function(group, *case) for function, case in collective_cases(group.size)]
 
@@ -123,7 +129,7 @@ def by_part(group: MpiGroup) -> list[list[float]]:
     return found
 
 
-def half_sum(group: MpiGroup) -> float:
+def half_sum(group: MpiGroup | NcclGroup) -> float:
     """256 + 1 + ... + 1 in bf16, which is 256 if every sum is rounded."""
     tensor = torch.tensor([256.0 if group.rank == 0 else 1.0], dtype=torch.bfloat16)
     group.all_reduce(tensor, "sum").wait()
@@ -181,6 +187,21 @@ def resumed(group: MpiGroup) -> dict[str, Any]:
         again.step()
         found[way] = snapshot(again, others)
         found["shapes"] = [tuple(saved["state"][0]["momentum"].shape), saved["param_groups"][0].get("shard")]
+    return found
+
+
+def nccl() -> dict[str, Any]:
+    """The collectives of the group of NCCL, whose library is made up, and steps over it."""
+    size = MPI.COMM_WORLD.Get_size()
+    library = SimpleNamespace(nccl=fake_nccl.module(size))
+    sys.modules |= {"cupy": SimpleNamespace(cuda=library), "cupy.cuda": library}
+    refused = message(lambda: nccl_group().all_reduce(torch.ones(1), "sum"))
+    dion_comm_mpi.nccl._current_stream = lambda tensor: nullcontext(0)
+    dion_comm_mpi.nccl.watch_work = lambda what, seconds, abort: Done()
+    group = nccl_group(MPI.COMM_WORLD)
+    found: dict[str, Any] = {"refused": refused, "collectives": by_collective(group), "sum": half_sum(group)}
+    seat = Seat(group.rank, size)
+    found["cells"] = {"declared0": [run_cell(cell, seat, group) for cell in cells("declared0")[:3]]}
     return found
 
 

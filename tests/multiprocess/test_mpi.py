@@ -33,6 +33,7 @@ def check_suite(by_rank: list[dict[str, Any]]) -> None:
     """Everything that the ranks found is as it should be."""
     world_size = len(by_rank)
     check_collectives(by_rank)
+    check_parts(by_rank)
     for name in by_rank[0]["conformance"]:
         failures = [outcome.failures for found in by_rank for outcome in found["conformance"][name] if outcome.failures]
         assert not failures, (name, failures[0])
@@ -50,6 +51,7 @@ def check_suite(by_rank: list[dict[str, Any]]) -> None:
 
 
 def check_collectives(by_rank: list[dict[str, Any]]) -> None:
+    """As gloo does them."""
     world_size = len(by_rank)
     wanted = pool(world_size).run(by_gloo, mpi_cases.collective_cases(world_size))
     for found, reference in zip(by_rank, wanted, strict=True):
@@ -59,6 +61,10 @@ def check_collectives(by_rank: list[dict[str, Any]]) -> None:
                 collectives.assert_same_bits(one, other)
         # 257 is rounded to 256, 258 and 259 to 258 and 260.
         assert found["sum"] == {1: 256.0, 2: 256.0, 3: 258.0, 4: 260.0}[world_size]
+
+
+def check_parts(by_rank: list[dict[str, Any]]) -> None:
+    world_size = len(by_rank)
     for rank, found in enumerate(by_rank):
         same_parity = [float(other) for other in range(rank % 2, world_size, 2)]
         assert found["parts"] == [[float(other) for other in reversed(range(world_size))], same_parity]
@@ -68,6 +74,8 @@ def check_cells(layout: str, by_rank: list[list[Any]]) -> None:
     """The bits of one process with whole tensors, or, where columns are divided, its values."""
     cells = mpi_cases.cells(layout)
     for number, (cell, wanted) in enumerate(zip(cells, train_cells(mpi_cases.cells("plain"), 1), strict=True)):
+        if number == len(by_rank[0]):
+            break
         actual = assembled(cell, [outcomes[number] for outcomes in by_rank])
         where = f"{layout}: {cell.optimizer} {cell.options}"
         if layout not in ("shard1", "declared1"):
@@ -111,6 +119,13 @@ def test_under_mpirun(world_size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_everything_under_mpirun(world_size: int, tmp_path: Path) -> None:
     check_suite(run_suite("whole_suite", world_size, tmp_path, 110.0))
+
+
+def test_the_group_of_nccl_with_a_made_up_library(tmp_path: Path) -> None:
+    by_rank = run_suite("nccl", 3, tmp_path, 100.0)
+    check_collectives(by_rank)
+    check_cells("declared0", [found["cells"]["declared0"] for found in by_rank])
+    assert all('group="nccl" moves GPU tensors alone, got one on cpu' in found["refused"] for found in by_rank)
 
 
 @pytest.mark.slow
