@@ -122,7 +122,7 @@ def test_everything_under_mpirun(world_size: int, tmp_path: Path) -> None:
 
 
 def test_the_group_of_nccl_with_a_made_up_library(tmp_path: Path) -> None:
-    by_rank = run_suite("nccl", 3, tmp_path, 100.0)
+    by_rank = run_suite("nccl", 2, tmp_path, 100.0)
     check_collectives(by_rank)
     check_cells("declared0", [found["cells"]["declared0"] for found in by_rank])
     assert all('group="nccl" moves GPU tensors alone, got one on cpu' in found["refused"] for found in by_rank)
@@ -159,7 +159,7 @@ def test_a_library_for_one_thread_is_refused() -> None:
 
 
 def test_the_example_trains() -> None:
-    ended = mpirun(2, ROOT / "examples" / "train_mpi.py", "--steps", "10", seconds=100.0)
+    ended = mpirun(2, ROOT / "examples" / "train_mpi.py", "--steps", "6", seconds=100.0)
     assert ended.code == 0, ended.output
     line = next(line for line in ended.output.splitlines() if line.startswith("validation on 2 ranks"))
     assert line.endswith("copies that differ: none")
