@@ -1,6 +1,6 @@
 """A model of parameters of every kind, saved in one layout and loaded in another, through torch's own checkpoints."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dion_core
-from tests.training import Snapshot, placed, whole_mesh
+from dion_core import LayerWise
+from tests.training import Snapshot, halves, placed, whole_mesh
 
 SAVED_AT, NUM_STEPS = 2, 3
 
@@ -40,6 +41,8 @@ class Place:
     """Where the parameters lie, and on how many ranks. A further layout is a further line of `PLACES`.
 
     Attributes:
+        layout: as in `training`; "tiles" is rows over the first and columns over the second dimension of a (2, W / 2)
+            mesh, and "layerwise" is "ddp" with state that owners keep.
         exact: a step from the same state has the same bits as anywhere else.
     """
 
@@ -61,7 +64,11 @@ PLACES = (
     Place("ddp", 2),
     Place("replicate", 3),
     Place("hsdp", 4),
+    Place("tiles", 4, exact=False),
+    Place("layerwise", 3),
 )
+BUCKETS = LayerWise(bucket_elements=100)
+"""Several buckets of the parameters here, in some of which a rank keeps nothing."""
 
 
 class Run:
@@ -76,9 +83,10 @@ class Run:
             if name == "blocks":
                 weight = weight.bfloat16()
             self.model.register_parameter(name, nn.Parameter(weight, requires_grad=name != "frozen"))
-        self.optimizer = getattr(dion_core, optimizer)(
-            self.groups(), group=dist.group.WORLD if place.layout == "ddp" else None, **options
-        )
+        if place.layout == "layerwise":
+            options["state"] = BUCKETS
+        group = dist.group.WORLD if place.layout in ("ddp", "layerwise") else None
+        self.optimizer = getattr(dion_core, optimizer)(self.groups(), group=group, **options)
 
     def groups(self) -> list[dict[str, Any]]:
         """One for each kind; "frozen" is with "plain"."""
@@ -95,8 +103,13 @@ class Run:
         return [first, *others, *rest]
 
     def _placed(self, name: str, value: Tensor) -> Tensor:
-        cuts_columns = self.place.layout == "shard1" and name == "conv"
-        return placed(value, "shard0" if cuts_columns else self.place.layout, self.mesh)
+        layout = self.place.layout
+        if layout == "tiles":
+            columns = Shard(value.ndim - 1) if value.ndim > 1 and name != "conv" else Replicate()
+            places = [Shard(1 if name == "stack" else 0), columns]
+            return distribute_tensor(value.clone(), halves(dist.group.WORLD), places, src_data_rank=None)
+        cuts_columns = layout == "shard1" and name == "conv"
+        return placed(value, {"layerwise": "ddp"}.get(layout, "shard0" if cuts_columns else layout), self.mesh)
 
     def set_gradients(self, number: int) -> None:
         for place, name in enumerate(NAMES):
@@ -111,10 +124,15 @@ class Run:
             self.optimizer.step()
 
     def snapshot(self) -> Snapshot:
-        """Whole weights and state."""
+        """Whole weights and state. Collective."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        states: Mapping[Tensor, Any] = self.optimizer.state
+        if self.place.layout == "layerwise":
+            whole = self.optimizer.full_state_dict()["state"]
+            states = {parameter: whole.get(number, {}) for number, parameter in enumerate(parameters)}
         taken = {}
         for name, parameter in self.model.named_parameters():
-            for key, value in {"weight": parameter, **self.optimizer.state.get(parameter, {})}.items():
+            for key, value in {"weight": parameter, **states.get(parameter, {})}.items():
                 taken[f"{name}.{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         return taken
 

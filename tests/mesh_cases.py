@@ -23,6 +23,8 @@ from dion_core.collectives import Call, observe
 from dion_core.newton_schulz import NewtonSchulz
 
 STEPS = 3
+ROUNDINGS = 3e-6
+"""Of weights and state of order one after three steps, where columns are split: sums are in another order."""
 
 Whole = list[dict[str, Tensor]]
 """By weight, the weight and its state by name."""
@@ -88,7 +90,7 @@ class Mesh:
 
     def placements(self, weight: Weight) -> list[Placement]:
         """Of a weight."""
-        return [_placement(place) for place in weight.places or self.places]
+        return [placement(place) for place in weight.places or self.places]
 
 
 @cache
@@ -100,7 +102,8 @@ def made_once(shape: tuple[int, ...], ranks: tuple[int, ...], flat: bool, world:
     return mesh._flatten("all") if flat else mesh
 
 
-def _placement(place: str) -> Placement:
+def placement(place: str) -> Placement:
+    """What one axis does, by its name in `Mesh.places`."""
     if place == "r":
         return Replicate()
     if "/" in place:
@@ -230,6 +233,9 @@ def _compare(case: Case, reference: Whole) -> Outcome:
         {name: _error({"weight": each, **optimizer.state[each]}[name], value) for name, value in whole.items()}
         for each, whole in zip(parameters, reference, strict=True)
     ]
+    for number, state in optimizer.full_state_dict()["state"].items():
+        whole = {name: value for name, value in reference[number].items() if name != "weight"}
+        errors[number] |= {f"whole {name}": _difference(state[name], value) for name, value in whole.items()}
     waiting = [optimizer.state[each]["waited"] for each in parameters if "waited" in optimizer.state[each]]
     assert not any(bool(each.to_local().any()) for each in waiting), "rows were deferred"
     keys = [sorted(optimizer.state[each]) for each in parameters]
@@ -269,7 +275,10 @@ def _error(tensor: DTensor, whole: Tensor) -> float:
     assert tensor.shape == whole.shape
     assert tensor.dtype == whole.dtype
     wanted = placed(whole, tensor.device_mesh, tensor.placements).to_local()
-    actual = tensor.detach().to_local()
+    return _difference(tensor.detach().to_local(), wanted)
+
+
+def _difference(actual: Tensor, wanted: Tensor) -> float:
     assert actual.shape == wanted.shape
     if torch.equal(actual, wanted):
         return -1.0

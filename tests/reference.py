@@ -153,6 +153,7 @@ class ReferenceMatrix:
         weight: (R, C) float64.
         momentum: (R, C) float64.
         second_moment: (R, 1) float64 for NorMuon and NorDion2, else None.
+        held: the rows of every rank, for scope "local"; they may change between steps.
     """
 
     def __init__(
@@ -170,10 +171,10 @@ class ReferenceMatrix:
         self.options = options
         self.weight: Array = np.array(weight, dtype=np.float64)
         self.rows, self.columns = self.weight.shape
-        self.shards = [(0, self.rows)] if shards is None else list(shards)
-        covered = [row for offset, rows in self.shards for row in range(offset, offset + rows)]
-        if sorted(covered) != list(range(self.rows)):
-            raise ValueError(f"shards {self.shards} do not hold each of {self.rows} rows once")
+        shards = [(0, self.rows)] if shards is None else shards
+        self.held: list[Sequence[int]] = [range(offset, offset + rows) for offset, rows in shards]
+        if sorted(row for rows in self.held for row in rows) != list(range(self.rows)):
+            raise ValueError(f"shards {shards} do not hold each of {self.rows} rows once")
         self.momentum: Array = np.zeros_like(self.weight)
         self.second_moment: Array | None = None
         if options.algorithm in NORMALIZED:
@@ -213,11 +214,11 @@ class ReferenceMatrix:
         scores = [float(np.abs(self.momentum[row]).sum()) if finite[row] else -math.inf for row in range(self.rows)]
         if options.scope == "global":
             return sorted(_best_rows(scores, range(self.rows), rows_to_select(options.fraction, self.rows)))
-        most_rows = math.ceil(self.rows / len(self.shards))
+        most_rows = math.ceil(self.rows / len(self.held))
         count = rows_to_select(options.fraction, most_rows)
         chosen: list[int] = []
-        for offset, rows in self.shards:
-            chosen += _best_rows(scores, range(offset, offset + rows), count)
+        for rows in self.held:
+            chosen += _best_rows(scores, rows, count)
         return sorted(chosen)
 
     def _orthogonalize(self, gradient: Array, chosen: Sequence[int]) -> Array:

@@ -146,14 +146,14 @@ def placed(value: Tensor, layout: str, mesh: DeviceMesh) -> Tensor:
     if layout in ("ddp", "plain"):
         return value.clone().to(mesh.device_type)
     if layout == "hsdp":
-        both = _halves(dist.group.WORLD)
+        both = halves(dist.group.WORLD)
         return distribute_tensor(value.clone(), both, [Replicate(), Shard(0)], src_data_rank=None)
     placements = {"shard0": Shard(0), "shard1": Shard(min(1, value.ndim - 1)), "replicate": Replicate()}
     return place(value, placements[layout], mesh)
 
 
 @cache
-def _halves(world: dist.ProcessGroup) -> DeviceMesh:
+def halves(world: dist.ProcessGroup) -> DeviceMesh:
     """One mesh for all tensors: each makes process groups of its own."""
     return init_device_mesh("cpu", (2, world.size() // 2))
 

@@ -1,8 +1,11 @@
 """Accelerate and the Trainer of transformers step as a plain loop does; resumed runs have the bits of unbroken ones."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -177,8 +180,8 @@ def make_texts() -> Tensor:
     return torch.randint(WORDS, (4 * NUM_STEPS, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
-def llama_optimizer(model: nn.Module) -> NorDion2:
-    return NorDion2(param_groups_for(model, lr=0.02), fraction=0.5, group=world())
+def llama_optimizer(model: nn.Module, group: Any) -> NorDion2:
+    return NorDion2(param_groups_for(model, lr=0.02), fraction=0.5, group=group)
 
 
 def train(folder: str, *, create: bool = False, resume: str | None = None, **options: Any) -> Any:
@@ -192,7 +195,7 @@ def train(folder: str, *, create: bool = False, resume: str | None = None, **opt
     class Creating(Trainer):
         def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
             if self.optimizer is None:
-                self.optimizer = llama_optimizer(model or self.model)
+                self.optimizer = llama_optimizer(model or self.model, None if self.args.fsdp else world())
             return self.optimizer
 
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -202,7 +205,7 @@ def train(folder: str, *, create: bool = False, resume: str | None = None, **opt
     settings = {"max_steps": NUM_STEPS, "save_steps": SAVED_AT, "lr_scheduler_type": "constant", **quiet, **options}
     arguments = TrainingArguments(folder, per_device_train_batch_size=4 // dist.get_world_size(), **settings)
     model = make_llama()
-    optimizer = None if create else llama_optimizer(model)
+    optimizer = None if create else llama_optimizer(model, world())
     scheduler = None if create else LambdaLR(optimizer, rate)
     texts = [{"input_ids": text, "labels": text} for text in make_texts()]
     trainer = Creating(model, arguments, train_dataset=texts, optimizers=(optimizer, scheduler))
@@ -210,10 +213,10 @@ def train(folder: str, *, create: bool = False, resume: str | None = None, **opt
     return trainer
 
 
-def llama_alone() -> dict[str, Tensor]:
+def llama_alone(rate_of: Callable[[int], float] = rate) -> dict[str, Tensor]:
     model = make_llama()
-    optimizer = NorDion2(param_groups_for(model, lr=0.02), fraction=0.5)
-    scheduler = LambdaLR(optimizer, rate)
+    optimizer = llama_optimizer(model, None)
+    scheduler = LambdaLR(optimizer, rate_of)
     for batch in make_texts().split(4):
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
@@ -247,3 +250,46 @@ def test_the_trainer_equals_a_plain_loop_and_resumes(world_size: int, tmp_path: 
         assert resumed == 0.0
         assert compiled < 1e-12
         assert last_rate == 0.0
+
+
+FSDP = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+
+
+@contextmanager
+def told_to_shard() -> Iterator[None]:
+    """Accelerate shards on a CPU as it does on GPUs, when it is given the plugin for that."""
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    start = AcceleratorState.__init__
+
+    def started(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        start(self, *args, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            kind = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": fsdp_plugin}
+            AcceleratorState._shared_state |= kind
+
+    with patch.object(AcceleratorState, "__init__", started):
+        yield
+
+
+def sharded_and_resumed(folder: str) -> tuple[float, float, bool]:
+    """Errors against a plain loop and of a resumed run under FSDP2; whether a Trainer shards without being told to."""
+    with told_to_shard():
+        trainer = train(folder, create=True, **FSDP)
+        assert all(isinstance(each, DTensor) for each in trainer.model.parameters())
+        assert {bucket["axis"] for bucket in trainer.optimizer.optimizer.report()["buckets"]} == {"rows"}
+        unbroken = whole(trainer.model)
+        resumed = whole(train(folder, create=True, resume=str(Path(folder, f"checkpoint-{SAVED_AT}")), **FSDP).model)
+    untold = train(folder, create=True, max_steps=1, save_strategy="no", **FSDP)
+    error = largest_difference(unbroken, llama_alone(lambda step: 1.0))
+    sharded = any(isinstance(each, DTensor) for each in untold.model.parameters())
+    return error, largest_difference(resumed, unbroken), sharded
+
+
+@needs_trainer
+def test_the_trainer_with_fsdp2_equals_a_plain_loop_and_resumes(tmp_path: Path) -> None:
+    for error, resumed, sharded in on_launched_ranks(2, sharded_and_resumed, str(tmp_path)):
+        assert error < 1e-6  # the Trainer computes losses of ranks in float32
+        assert resumed == 0.0
+        assert not sharded  # as the document says

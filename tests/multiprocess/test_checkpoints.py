@@ -1,5 +1,6 @@
 """Checkpoints of torch go from every layout and number of ranks to every other one, in every way of saving."""
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.checkpoint_cases import (
     train_and_save,
 )
 from tests.checkpoint_table import CLOSE, SAME, bits, column, saved_in
+from tests.mesh_cases import ROUNDINGS
 from tests.small_model import make_batches, make_model, make_optimizer, train_model
 from tests.training import OPTIMIZERS, Snapshot, assert_equal_bits, place, whole_mesh
 
@@ -79,6 +81,15 @@ def test_every_layout_goes_on_from_every_other_one(
     ]
     number = PLACES.index(loaded_at)
     assert [row[number] for row in shown] == [str(loaded_at), "---", *cells], "see tests.checkpoint_table"
+
+
+@pytest.mark.parametrize("page", ["checkpoints.md", "meshes.md"])
+def test_the_pages_state_the_tolerance(page: str) -> None:
+    """Of what is only equal to a rounding."""
+    stated = [
+        float(number) for number in re.findall(r"less\s+than (\S+e-\d+)", (DOCS / page).read_text(encoding="utf-8"))
+    ]
+    assert stated == [ROUNDINGS]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -9,7 +9,7 @@ import torch
 
 from dion_comm_capped import Capped
 from dion_core.testing.ranks import pool
-from tests.mesh_cases import Case, Mesh, Outcome, Weight, compare_here, train
+from tests.mesh_cases import ROUNDINGS, Case, Mesh, Outcome, Weight, compare_here, train
 from tests.training import OPTIMIZERS
 
 PLAIN = (
@@ -84,8 +84,6 @@ EIGHT = {
     "experts, tiles": (Mesh((2, 2, 2), ("0", "-2", "-1")), STACKS),
 }
 PACKED = Capped(capacity=8.0, always_pack=True)
-ROUNDINGS = 3e-6
-"""Of weights and state of order one after three steps, where columns are split."""
 
 
 def cases(name: str, mesh: Mesh, weights: tuple[Weight, ...]) -> list[Case]:

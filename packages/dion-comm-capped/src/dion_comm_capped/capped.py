@@ -58,7 +58,8 @@ class PooledExchange(Exchange):
         offered = [sum(bucket.offered(rank, matrix) for rank in ranks) for matrix in range(bucket.num_matrices)]
         self.has_choice = max(offered, default=0) > bucket.total_rows
         first = RowTables(bucket.layout, torch.device("cpu")).rank_of_row[:, : bucket.total_rows]
-        self._lowest = torch.stack([(first == rank).sum(dim=1) for rank in ranks]).to(bucket.device)  # (W, N)
+        lowest = torch.zeros(len(ranks), bucket.num_matrices, dtype=torch.int64)
+        self._lowest = lowest.scatter_add_(0, first.T, torch.ones_like(first.T)).to(bucket.device)  # (W, N)
 
     def use(self, budgets: Budgets) -> None:
         """Takes new budgets, alike on every rank at the same step."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dion_core.collectives import Group
+from dion_core.meshes import whole_tensor
 from dion_core.plan import Plan, make_plan
 from dion_core.registry import Choice
 from dion_core.rules import Rule
@@ -106,5 +107,5 @@ def on_host(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def _host_copy(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = whole_tensor(value) if isinstance(value, DTensor) else value
     return whole.detach().to("cpu", copy=True)

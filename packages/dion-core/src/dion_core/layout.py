@@ -219,12 +219,14 @@ class RowTables:
     @cached_property
     def rank_of_row(self) -> Tensor:
         """(N, R) int64: the rank that holds each row. Only for matrices whose rows are split."""
-        layout = self.layout
-        table = torch.zeros(layout.num_matrices, layout.shape[0], dtype=torch.int64)
-        for rank, matrices in enumerate(layout.segments):
-            for matrix, pieces in enumerate(matrices):
-                for offset, length in pieces:
-                    table[matrix, offset : offset + length] = rank
+        pieces = sorted(
+            (matrix, offset, length, rank)
+            for rank, matrices in enumerate(self.layout.segments)
+            for matrix, of_matrix in enumerate(matrices)
+            for offset, length in of_matrix
+        )
+        length, rank = torch.tensor([piece[2:] for piece in pieces], dtype=torch.int64).view(-1, 2).T
+        table: Tensor = rank.repeat_interleave(length).view(self.layout.num_matrices, self.layout.shape[0])
         return table.to(self.device)
 
     @cached_property

@@ -14,7 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 
@@ -94,6 +96,27 @@ def mesh_axes(tensor: DTensor) -> MeshAxes | None:
                 return None
             splits[dim] = (*after[: place[0]], axis, *after[place[0] :])
     return MeshAxes(mesh, tuple(copies), splits)
+
+
+def whole_tensor(tensor: DTensor) -> Tensor:
+    """The whole tensor on every rank, wherever its parts lie. Collective.
+
+    `full_tensor` takes the ranks of every axis to ascend. Where they do not, it puts parts in the places of others.
+
+    Example: 4 rows with Shard(0) on a mesh of ranks 1, 0. Rank 1 holds the first two, which come first here; torch
+    numbers the ranks of a process group in ascending order and has them come last.
+    """
+    axes = mesh_axes(tensor)
+    if axes is None:
+        return tensor.full_tensor()  # not as a parameter of these optimizers lies
+    part = tensor.to_local().detach()
+    for dim, of_dim in axes.splits.items():
+        lengths = [length for _, length in axes.segments(dim, tensor.shape[dim])]
+        pieces = [part.new_empty((*part.shape[:dim], length, *part.shape[dim + 1 :])) for length in lengths]
+        group = axes.group(of_dim).named("a whole tensor")
+        group.all_gather([piece.view(-1) for piece in pieces], part.contiguous().view(-1)).wait()
+        part = torch.cat(pieces, dim)
+    return part
 
 
 def mesh_group(mesh: DeviceMesh) -> Group:
