@@ -7,10 +7,10 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,25 +19,18 @@ from mpi4py import MPI
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dion_comm_mpi import MpiGroup, mpi_group
+import dion_comm_mpi.nccl
+from dion_comm_mpi import MpiGroup, NcclGroup, mpi_group, nccl_group
 from dion_core import DeclaredShard, NorDion2, available_transports
+from dion_core.collectives import Done
 from dion_core.testing.conformance import check_all
-from tests.multiprocess import test_collectives as collectives
+from tests import fake_nccl
+from tests.mpi_cases import LAYOUTS, TRANSPORTS, WITHOUT_TORCH, cells, collective_cases
 from tests.multiprocess.test_world_size import exact_cells
 from tests.training import Cell, Outcome, build, run_cell, set_gradients, snapshot
 
-LAYOUTS = {
-    1: ("declared0", "shard0"),
-    2: ("ddp", "declared1", "shard0"),
-    3: ("declared0", "shard1"),
-    4: ("declared0", "hsdp"),
-}
-"""By number of ranks what is trained; all layouts with all of them in `whole_suite`."""
-TRANSPORTS = {1: ("local",), 2: ("capped", "uniform"), 3: ("varlen",), 4: ("full",)}
-"""By number of ranks what passes the conformance suite; likewise."""
 GIVEN = (MPI.COMM_WORLD, "mpi", MPI.COMM_WORLD)
 """What `group` is, by turns."""
-WITHOUT_TORCH = ("ddp", "declared0", "declared1")
 
 
 class Seat(NamedTuple):
@@ -52,14 +45,6 @@ class Seat(NamedTuple):
 
     def size(self) -> int:
         return self.world_size
-
-
-def cells(layout: str) -> list[Cell]:
-    """What is trained in a layout: every optimizer with every transport."""
-    chosen: dict[Any, Cell] = {}
-    for cell in exact_cells(layout):
-        chosen.setdefault((cell.optimizer, str(cell.options["transport"])), cell)
-    return list(chosen.values())
 
 
 def suite() -> dict[str, Any]:
@@ -88,9 +73,10 @@ def examined(layouts: Sequence[str], transports: Iterable[str]) -> dict[str, Any
     for layout, given in zip([each for each in layouts if each in WITHOUT_TORCH], GIVEN, strict=False):
         found["cells"][layout] = [run_cell(cell, seat, given) for cell in cells(layout)]
     assert not dist.is_initialized()
-    with torch_distributed() as mesh:
-        for layout in [each for each in layouts if each not in WITHOUT_TORCH]:
-            found["cells"][layout] = [through_mpi(cell, mesh) for cell in cells(layout)]
+    if with_torch := [each for each in layouts if each not in WITHOUT_TORCH]:
+        with torch_distributed() as mesh:
+            for layout in with_torch:
+                found["cells"][layout] = [through_mpi(cell, mesh) for cell in cells(layout)]
     return found
 
 
@@ -102,6 +88,7 @@ def torch_distributed() -> Iterator[DeviceMesh]:
     rank = size - 1 - MPI.COMM_WORLD.Get_rank()
     dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size)
     yield dist.init_device_mesh("cpu", (size,))
+    MPI.COMM_WORLD.Barrier()  # gloo of one rank may still need that of another
     dist.destroy_process_group()
 
 
@@ -124,23 +111,9 @@ def refuse(*arguments: object, **options: object) -> None:
     raise AssertionError("a collective of torch.distributed")
 
 
-def by_collective(group: MpiGroup) -> list[Any]:
+def by_collective(group: MpiGroup | NcclGroup) -> list[Any]:
     """Every collective in every dtype with equal, uneven and empty messages."""
     return [function(group, *case) for function, case in collective_cases(group.size)]
-
-
-def collective_cases(world_size: int) -> list[tuple[Callable[..., Any], Sequence[Any]]]:
-    """The functions and arguments of `by_collective`."""
-    lengths = [each[:world_size] for each in collectives.LENGTHS.values()]
-    splits = [collectives.splits_of(world_size, rule) for rule in collectives.SPLITS.values()]
-    small, dtypes = (1, 5), collectives.DTYPES
-    return [
-        *((collectives.gather, case) for case in product(lengths, dtypes)),
-        *((collectives.reduce, case) for case in product(small, dtypes, collectives.REDUCTIONS)),
-        *((collectives.scatter, case) for case in product(small, dtypes, collectives.REDUCTIONS)),
-        *((collectives.spread, case) for case in product(small, dtypes, range(world_size))),
-        *((collectives.exchange, case) for case in product(splits, dtypes)),
-    ]
 
 
 def by_part(group: MpiGroup) -> list[list[float]]:
@@ -156,7 +129,7 @@ def by_part(group: MpiGroup) -> list[list[float]]:
     return found
 
 
-def half_sum(group: MpiGroup) -> float:
+def half_sum(group: MpiGroup | NcclGroup) -> float:
     """256 + 1 + ... + 1 in bf16, which is 256 if every sum is rounded."""
     tensor = torch.tensor([256.0 if group.rank == 0 else 1.0], dtype=torch.bfloat16)
     group.all_reduce(tensor, "sum").wait()
@@ -215,6 +188,34 @@ def resumed(group: MpiGroup) -> dict[str, Any]:
         found[way] = snapshot(again, others)
         found["shapes"] = [tuple(saved["state"][0]["momentum"].shape), saved["param_groups"][0].get("shard")]
     return found
+
+
+def nccl() -> dict[str, Any]:
+    """The collectives of the group of NCCL, whose library is made up, and steps over it."""
+    size = MPI.COMM_WORLD.Get_size()
+    library = SimpleNamespace(nccl=fake_nccl.module(size))
+    sys.modules |= {"cupy": SimpleNamespace(cuda=library), "cupy.cuda": library}
+    refused = message(lambda: nccl_group().all_reduce(torch.ones(1), "sum"))
+    dion_comm_mpi.nccl._current_stream = lambda tensor: nullcontext(0)
+    dion_comm_mpi.nccl.watch_work = lambda what, seconds, abort: Done()
+    group = nccl_group(MPI.COMM_WORLD)
+    found: dict[str, Any] = {"refused": refused, "collectives": by_collective(group), "sum": half_sum(group)}
+    seat = Seat(group.rank, size)
+    found["cells"] = {"declared0": [run_cell(cell, seat, group) for cell in cells("declared0")[:3]]}
+    return found
+
+
+def large() -> list[int]:
+    """What arrives of a message longer than 2^31 bytes: its length, and ones among zeros at its ends."""
+    group, length = mpi_group(), 2**31 + 5
+    splits = [[1, length], [1, 1]]
+    sent = torch.zeros(sum(splits[group.rank]), dtype=torch.uint8)
+    sent[1] = sent[-1] = 1
+    received = [of_sender[group.rank] for of_sender in splits]
+    output = torch.full((sum(received),), 7, dtype=torch.uint8)
+    group.all_to_all(output, sent, received, splits[group.rank]).wait()
+    arrived = output[: received[0]]
+    return [len(arrived), int(arrived[0]), int(arrived[-1]), int(arrived.count_nonzero())]
 
 
 def message(make: Callable[[], object]) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dion_core.testing.ranks import pool
-from tests import mpi_program
+from tests import mpi_cases
 from tests.mpi_ranks import ROOT, mpirun
 from tests.multiprocess import test_collectives as collectives
 from tests.multiprocess.test_world_size import COLUMNS
@@ -33,13 +33,14 @@ def check_suite(by_rank: list[dict[str, Any]]) -> None:
     """Everything that the ranks found is as it should be."""
     world_size = len(by_rank)
     check_collectives(by_rank)
+    check_parts(by_rank)
     for name in by_rank[0]["conformance"]:
         failures = [outcome.failures for found in by_rank for outcome in found["conformance"][name] if outcome.failures]
         assert not failures, (name, failures[0])
         assert all(found["conformance"][name] for found in by_rank)
     for layout in by_rank[0]["cells"]:
         # torch.distributed numbers the ranks the other way round.
-        order = by_rank if layout in mpi_program.WITHOUT_TORCH else by_rank[::-1]
+        order = by_rank if layout in mpi_cases.WITHOUT_TORCH else by_rank[::-1]
         check_cells(layout, [found["cells"][layout] for found in order])
     for found in by_rank:
         for way in ("own", "whole"):
@@ -50,8 +51,9 @@ def check_suite(by_rank: list[dict[str, Any]]) -> None:
 
 
 def check_collectives(by_rank: list[dict[str, Any]]) -> None:
+    """As gloo does them."""
     world_size = len(by_rank)
-    wanted = pool(world_size).run(by_gloo, mpi_program.collective_cases(world_size))
+    wanted = pool(world_size).run(by_gloo, mpi_cases.collective_cases(world_size))
     for found, reference in zip(by_rank, wanted, strict=True):
         for actual, expected in zip(found["collectives"], reference, strict=True):
             pairs = zip(actual, expected, strict=True) if isinstance(actual, list) else [(actual, expected)]
@@ -59,6 +61,10 @@ def check_collectives(by_rank: list[dict[str, Any]]) -> None:
                 collectives.assert_same_bits(one, other)
         # 257 is rounded to 256, 258 and 259 to 258 and 260.
         assert found["sum"] == {1: 256.0, 2: 256.0, 3: 258.0, 4: 260.0}[world_size]
+
+
+def check_parts(by_rank: list[dict[str, Any]]) -> None:
+    world_size = len(by_rank)
     for rank, found in enumerate(by_rank):
         same_parity = [float(other) for other in range(rank % 2, world_size, 2)]
         assert found["parts"] == [[float(other) for other in reversed(range(world_size))], same_parity]
@@ -66,8 +72,10 @@ def check_collectives(by_rank: list[dict[str, Any]]) -> None:
 
 def check_cells(layout: str, by_rank: list[list[Any]]) -> None:
     """The bits of one process with whole tensors, or, where columns are divided, its values."""
-    cells = mpi_program.cells(layout)
-    for number, (cell, wanted) in enumerate(zip(cells, train_cells(mpi_program.cells("plain"), 1), strict=True)):
+    cells = mpi_cases.cells(layout)
+    for number, (cell, wanted) in enumerate(zip(cells, train_cells(mpi_cases.cells("plain"), 1), strict=True)):
+        if number == len(by_rank[0]):
+            break
         actual = assembled(cell, [outcomes[number] for outcomes in by_rank])
         where = f"{layout}: {cell.optimizer} {cell.options}"
         if layout not in ("shard1", "declared1"):
@@ -113,6 +121,19 @@ def test_everything_under_mpirun(world_size: int, tmp_path: Path) -> None:
     check_suite(run_suite("whole_suite", world_size, tmp_path, 110.0))
 
 
+def test_the_group_of_nccl_with_a_made_up_library(tmp_path: Path) -> None:
+    by_rank = run_suite("nccl", 2, tmp_path, 100.0)
+    check_collectives(by_rank)
+    check_cells("declared0", [found["cells"]["declared0"] for found in by_rank])
+    assert all('group="nccl" moves GPU tensors alone, got one on cpu' in found["refused"] for found in by_rank)
+
+
+@pytest.mark.slow
+def test_messages_longer_than_two_gigabytes(tmp_path: Path) -> None:
+    _, (length, first, last, ones) = run_suite("large", 2, tmp_path, 110.0)
+    assert (length, first, last, ones) == (2**31 + 5, 1, 1, 2)
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -138,7 +159,7 @@ def test_a_library_for_one_thread_is_refused() -> None:
 
 
 def test_the_example_trains() -> None:
-    ended = mpirun(2, ROOT / "examples" / "train_mpi.py", "--steps", "10", seconds=100.0)
+    ended = mpirun(2, ROOT / "examples" / "train_mpi.py", "--steps", "6", seconds=100.0)
     assert ended.code == 0, ended.output
     line = next(line for line in ended.output.splitlines() if line.startswith("validation on 2 ranks"))
     assert line.endswith("copies that differ: none")

@@ -369,4 +369,4 @@ def test_main_runs_the_app(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     with pytest.raises(SystemExit) as ended:
         dion_core.cli.main()
     assert ended.value.code == 0
-    assert list(json.loads(capsys.readouterr().out)) == ["transports"]
+    assert list(json.loads(capsys.readouterr().out)) == ["transports", "groups"]

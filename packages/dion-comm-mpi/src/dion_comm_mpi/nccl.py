@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -157,15 +158,24 @@ class NcclGroup:
 
     def _launch(self, name: str, sizes: Sequence[int], start: Callable[[int], None], tensor: Tensor) -> Handle:
         report_call(name, self.size, sizes, self.label)
-        if not tensor.is_cuda:
-            raise ValueError(
-                f'group="nccl" moves GPU tensors alone, got one on {tensor.device}; group="mpi" moves both'
-            )
-        what = f"{name} for {self.label or 'the optimizer'} on rank {self.host.number} among ranks {self.ranks}"
-        with torch.cuda.device(tensor.device):
-            communicator = self.communicator  # made now if it is new, before calls are grouped
-            start(torch.cuda.current_stream().cuda_stream)
-        return watch_work(what, self.host.timeout, communicator.abort)
+        with _current_stream(tensor) as stream:
+            _ = self.communicator  # made now if it is new, before calls are grouped
+            start(stream)
+            return self.watch(f"{name} for {self.label or 'the optimizer'}")
+
+    def watch(self, what: str) -> Handle:
+        """Bounds all that the current stream was given so far by the time-out."""
+        where = f"{what} on rank {self.host.number} among ranks {self.ranks}"
+        return watch_work(where, self.host.timeout, self.communicator.abort)
+
+
+@contextmanager
+def _current_stream(tensor: Tensor) -> Iterator[int]:
+    """The address of torch's current stream on the device of the tensor, which is the current one inside the block."""
+    if not tensor.is_cuda:
+        raise ValueError(f'group="nccl" moves GPU tensors alone, got one on {tensor.device}; group="mpi" moves both')
+    with torch.cuda.device(tensor.device):
+        yield int(torch.cuda.current_stream().cuda_stream)
 
 
 def _operation(reduction: Reduction) -> int:

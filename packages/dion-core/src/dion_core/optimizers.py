@@ -9,8 +9,9 @@
 
 Options that all share:
     params: parameters, named parameters, or groups of either. A group may override any option below except
-        `transport`, `nonfinite`, `group` and `state`, and has one more: `algorithm`, "matrix" (default, for 2-D
-        parameters), "adamw" or "lion" (any shape; with an lr of their own, 0.02 is far too high for them).
+        `transport`, `nonfinite`, `group` and `state`, and has two more: `algorithm`, "matrix" (default, for 2-D
+        parameters), "adamw" or "lion" (any shape; with an lr of their own, 0.02 is far too high for them), and
+        `shard`, a `DeclaredShard`, which says that plain tensors are parts of whole ones.
     lr: learning rate, a float or a 0-dim tensor.
     momentum: decay of what was applied: the momentum of Muon, the error feedback of Dion2.
     weight_decay: decoupled; a step multiplies the weights by 1 - lr * weight_decay.

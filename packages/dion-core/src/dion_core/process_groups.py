@@ -227,7 +227,9 @@ def watch_stream(group: Group, what: str, device: torch.device) -> None:
 
     For collectives that no call here launches: those of a captured graph that is replayed.
     """
-    if isinstance(group, TorchGroup) and device.type == "cuda":
+    if hasattr(group, "watch"):  # another library's
+        group.watch(what)
+    elif isinstance(group, TorchGroup) and device.type == "cuda":
         watched = Watched(())
         watched.waited()
         group._watch(watched, f"{what} on rank {dist.get_rank()} among ranks {group.ranks}", device)

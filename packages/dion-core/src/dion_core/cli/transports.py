@@ -44,7 +44,8 @@ def transports(as_json: Annotated[bool, typer.Option("--json", help="print JSON"
         if groups := installed_groups():
             print_line()
             table = [(each["name"], each["package"], each["version"]) for each in groups]
-            print_table("groups of ranks beside torch.distributed", ("name", "package", "version"), table)
+            print_line("groups of ranks beside torch.distributed:")
+            print_table("", ("name", "package", "version"), table)
     if not rows:
         raise typer.Exit(1)
 
