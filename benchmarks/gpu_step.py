@@ -3,11 +3,13 @@
     python -m benchmarks.gpu_step [--case 5120x8:4:local ...] [--fraction 0.25] [--peer] [--captured]
                                   [--wire 25] [--kernels] [--trace FOLDER]
     torchrun --nproc-per-node 2 -m benchmarks.gpu_step --world 2 [...]
+    mpirun -n 2 python -m benchmarks.gpu_step --world 2 --group nccl [...]
 
 A case is INVENTORY:W:TRANSPORT. bf16 parameters, gradients and state, FSDP2 row shards, NorDion2, gradients renewed
 before every step. With --peer the public `dion` package runs in the same process on the same inventory, if it can be
 imported. --wire models a wire of so many GB/s; --trace writes a step of every case in the Chrome format. With --world
-the collectives are NCCL's, and every figure is that of the slowest rank. Results are kept as JSON under
+the collectives are NCCL's, and every figure is that of the slowest rank; --group takes them from a group of
+dion-comm-mpi instead. Results are kept as JSON under
 benchmarks/results/ with the machine named. All cases are timed before any is profiled, since a profiler that has once
 run slows every later launch of its process.
 """
@@ -79,6 +81,7 @@ class Settings:
     kernels: bool
     trace: Path | None
     world: int | None
+    group: str | None
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ def running(case: Case, settings: Settings, *, peer: bool) -> Iterator[Running]:
                 scope, loopback = _peer_scope(case.transport), settings.world is None
                 made.append(build_peer(parameters, mesh, settings.fraction, scope=scope, loopback=loopback))
             else:
-                made.append(NorDion2(parameters, lr=0.01, fraction=settings.fraction, transport=case.transport))
+                options = {"fraction": settings.fraction, "transport": case.transport, "group": settings.group}
+                made.append(NorDion2(parameters, lr=0.01, **options))
                 if settings.captured:
                     made[0].capture()
             step: Callable[[], Any] = made[0].step
@@ -138,6 +142,7 @@ def measure(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
         "captured": settings.captured and not peer,
         "wire_gb_per_s": settings.wire,
         "world": settings.world,
+        "group": settings.group,
         **timing.as_dict(),
         "host_reads": report.get("host_reads_per_step"),
         "rows": report.get("rows"),
@@ -222,16 +227,16 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="folder for Chrome traces")
     parser.add_argument("--kernels", action="store_true", help="print the slowest kernels of each case")
     parser.add_argument("--world", type=int, help="number of GPUs, under torchrun")
+    parser.add_argument("--group", help="that of dion-comm-mpi which communicates, under mpirun")
     parser.add_argument("--output", type=Path, default=None, help="default: benchmarks/results/gpu_step-MACHINE.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("a GPU is needed: torch.cuda.is_available() is False")
-    names = ("fraction", "captured", "wire", "kernels", "trace", "world")
+    names = ("fraction", "captured", "wire", "kernels", "trace", "world", "group")
     settings = Settings(*(getattr(arguments, name) for name in names))
     default = CASES
     if settings.world is not None:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
+        _start(settings.group)
         if dist.get_world_size() != settings.world:
             sys.exit(f"--world is {settings.world}, torchrun started {dist.get_world_size()} processes")
         default = tuple(text.replace(":", f":{settings.world}:") for text in WORLD_CASES)
@@ -241,11 +246,24 @@ def main() -> None:
         dist.destroy_process_group()
 
 
+def _start(group: str | None) -> None:
+    """Initializes torch.distributed; under mpirun, where a group is named, by the ranks of MPI on this one machine."""
+    if group is not None:
+        from mpi4py import MPI
+
+        rank, size = str(MPI.COMM_WORLD.Get_rank()), str(MPI.COMM_WORLD.Get_size())
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+
+
 def run_all(cases: Sequence[Case], settings: Settings, *, peer: bool, output: Path | None) -> None:
     """Measures, then profiles all cases; prints the table and keeps it after every case, as a long run may be cut."""
     best = ceilings()
     machine = torch.cuda.get_device_name()
     kind = "-captured" * settings.captured + (f"-world{settings.world}" if settings.world else "")
+    kind += f"-{settings.group}" if settings.group else ""
     output = output or RESULTS / f"gpu_step-{machine.replace(' ', '-')}{kind}.json"
     content: dict[str, Any] = {
         "machine": machine,

@@ -50,7 +50,9 @@ def tables(results: list[dict[str, Any]]) -> str:
 
 def _name(row: dict[str, Any]) -> str:
     wire = f", wire {row['wire_gb_per_s']:g} GB/s" if row["wire_gb_per_s"] else ""
-    return row["case"] + ", captured" * row["captured"] + wire
+    group = f", {row['group']} of dion-comm-mpi" if row.get("group") else ""
+    fraction = f", fraction {row['fraction']:g}" if row["fraction"] != 0.25 else ""
+    return row["case"] + fraction + ", captured" * row["captured"] + wire + group
 
 
 def _step(row: dict[str, Any]) -> str:

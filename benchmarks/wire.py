@@ -41,18 +41,21 @@ def slowest_ms(work: Callable[[], Any]) -> float:
 
 def registered(shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Two buffers of bytes in memory that NCCL allocated and knows."""
-    assert dist.group.WORLD is not None
-    backend: Any = dist.group.WORLD._get_backend(torch.device("cuda"))
-    pool = torch.cuda.MemPool(backend.mem_allocator)
+    pool = torch.cuda.MemPool(_backend().mem_allocator)
     with torch.cuda.use_mem_pool(pool):
         both = tuple(torch.empty(shape, dtype=torch.uint8, device="cuda") for _ in range(2))
-    backend.register_mem_pool(pool)
+    _backend().register_mem_pool(pool)
     _POOLS.append(pool)
     return both[0], both[1]
 
 
 _POOLS: list[Any] = []
 """They are kept until the process ends."""
+
+
+def _backend() -> Any:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD._get_backend(torch.device("cuda"))
 
 
 def measure(mib: int) -> dict[str, float]:
@@ -108,6 +111,8 @@ def main() -> None:
         content = {"machine": machine, "torch": torch.__version__, "world": world, "date": date, "rows": rows}
         output.write_text(json.dumps(content, indent=1) + "\n")
         print(f"written to {output}")
+    for pool in _POOLS:
+        _backend().deregister_mem_pool(pool)
     dist.destroy_process_group()
 
 

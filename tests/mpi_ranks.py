@@ -1,6 +1,7 @@
 """Starts programs under mpirun for tests: bounded in time, and with nothing left behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,8 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-MPIRUN = Path(sys.executable).with_name("mpirun")
-"""That of the MPI library which is installed beside this Python."""
+_BESIDE = Path(sys.executable).with_name("mpirun")
+MPIRUN = _BESIDE if _BESIDE.exists() else Path(shutil.which("mpirun") or _BESIDE)
+"""That of the MPI library which is installed beside this Python, else the machine's."""
 
 
 class Ended(NamedTuple):

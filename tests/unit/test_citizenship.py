@@ -102,6 +102,27 @@ def test_c39_floats_and_tensors_may_replace_each_other() -> None:
         assert torch.equal(before - weight, torch.full((4, 4), float(rate)))
 
 
+@pytest.mark.parametrize("algorithm", ["matrix", "adamw", "lion"])
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "momentum", "beta2"])
+def test_a_rate_that_is_set_to_a_tensor_with_a_dimension_is_refused_as_at_construction(
+    key: str, algorithm: str
+) -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    wrong, message = torch.tensor([0.5]), rf"{key}=tensor\(\[0\.5000\]\) in .*parameter group.* is not allowed"
+    with pytest.raises(ValueError, match=message):
+        NorDion2([{"params": [weight], "algorithm": algorithm, "lr": 0.1, key: wrong}])
+    optimizer = NorDion2([{"params": [weight], "algorithm": algorithm, "lr": 0.1}])
+    before = optimizer.param_groups[0][key]
+    optimizer.param_groups[0][key] = wrong
+    weight.grad = torch.eye(4)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(weight, torch.ones(4, 4))
+    optimizer.param_groups[0][key] = before
+    optimizer.step()
+    assert not torch.equal(weight, torch.ones(4, 4))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rate_and_decay_as_tensors_give_the_weights_that_numbers_give(name: str) -> None:
     results = []

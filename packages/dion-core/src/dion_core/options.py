@@ -37,6 +37,8 @@ STRUCTURAL = (
     SHARD,
 )
 """Group keys that the plan is made from, so that they cannot change between steps."""
+RATES = ("lr", "weight_decay", "momentum", "beta2")
+"""Group keys that may be set anew before every step, to numbers or 0-dim tensors."""
 
 
 def _number(value: object) -> float | None:
@@ -171,7 +173,14 @@ def identity(group: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def structure(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What the plan is made from: the structural options and which parameters are trainable."""
+    """What the plan is made from: the structural options and which parameters are trainable.
+
+    Raises:
+        ValueError: a rate was set to a tensor that is not 0-dim, which construction refuses too.
+    """
+    for name in RATES:
+        if isinstance(group.get(name), Tensor) and group[name].ndim:
+            check_options({name: group[name]}, " in a parameter group")
     trainable = tuple(parameter.requires_grad for parameter in group["params"])
     values = (group.get(name) for name in STRUCTURAL)
     # A list is copied, since it could be changed in place.
