@@ -4,6 +4,8 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 LONG_MINUTES ?= 30
 LONG_SEED ?=
+BASE ?=
+MACHINE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,11 +14,11 @@ PROJECTS := $(wildcard packages/*/pyproject.toml)
 EDITABLE := $(patsubst %/pyproject.toml,-e %,$(PROJECTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test test-slow test-long test-gpu lint format clean
+.PHONY: help .venv demo test test-slow test-long test-gpu bench bench-compare site lint format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo '  settings:  PYTHON=python3.12  DEMO_ARGS="..."  PYTEST_ARGS="..."  LONG_MINUTES=3  LONG_SEED=1'
+	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo '  settings:  PYTHON=python3.12  DEMO_ARGS="..."  PYTEST_ARGS="..."  LONG_MINUTES=3  LONG_SEED=1  BASE=HEAD^'
 
 .venv: $(STAMP)  ## the environment with all packages, editable; redone when their requirements change
 
@@ -45,6 +47,16 @@ test-long: $(STAMP)  ## random steps, saves and loads for half an hour, from a s
 
 test-gpu: $(STAMP)  ## the tests that need CUDA
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS) tests
+
+bench: $(STAMP)  ## all benchmarks of this commit, kept by asv
+	$(BIN)/python -m benchmarks.compare HEAD $(addprefix --machine ,$(MACHINE))
+
+bench-compare: $(STAMP)  ## all benchmarks of this commit and of BASE=...; fails where a count rose
+	@[ -n "$(BASE)" ] || { echo 'make bench-compare BASE=COMMIT' >&2; exit 2; }
+	$(BIN)/python -m benchmarks.compare $(BASE) $(addprefix --machine ,$(MACHINE))
+
+site: $(STAMP)  ## the pages of what asv has kept, under build/site; needs npm
+	$(BIN)/python -m benchmarks.site_of_results
 
 lint: $(STAMP)  ## ruff, mypy and the import rules
 	$(BIN)/ruff check .

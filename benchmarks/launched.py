@@ -1,0 +1,72 @@
+"""What a launcher starts on every rank: measures the cells of a job and reports through the store that gave it.
+
+    torchrun --nproc-per-node 2 -m benchmarks.launched HOST:PORT
+
+It is not started by hand; `benchmarks.worlds` does. Ranks, and their numbers on each machine, are those that torchrun,
+srun, Open MPI, or an MPI with Hydra tell their processes. Rank 0 reports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.exchanging import time_exchange
+from benchmarks.stepping import LARGE, Cell, Figures, count_traffic, time_step
+
+_NAMES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+"""(rank, world size, rank on this machine) in the environment; mpirun inside of Slurm comes before Slurm."""
+MEASUREMENTS = {each.__name__: each for each in (count_traffic, time_step, time_exchange)}
+_SECONDS = 300
+
+
+def place() -> tuple[int, int, int]:
+    """(rank, world size, rank on this machine), as the launcher says.
+
+    Raises:
+        RuntimeError: no launcher that is known started this process.
+    """
+    for rank, world_size, local_rank in _NAMES:
+        if rank in os.environ and world_size in os.environ:
+            return int(os.environ[rank]), int(os.environ[world_size]), int(os.environ.get(local_rank, "0"))
+    raise RuntimeError("started by none of torchrun, mpirun and srun: the environment names no rank")
+
+
+def main() -> None:
+    host, port = sys.argv[1].rsplit(":", 1)
+    rank, world_size, local_rank = place()
+    timeout = timedelta(seconds=_SECONDS)
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+    device, backend = "cpu", "gloo"
+    if torch.cuda.is_available():
+        device, backend = "cuda", "nccl"
+        # srun may show each process one GPU alone
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    torch.set_num_threads(1)
+    group = dist.PrefixStore("group", store)
+    dist.init_process_group(backend, store=group, rank=rank, world_size=world_size, timeout=timeout)
+    job = json.loads(store.get("job"))
+    measure = MEASUREMENTS[job["measurement"]]
+    report: dict[str, Figures] = {}
+    for cell in (Cell(**each) for each in job["cells"]):
+        large = cell.inventory in LARGE
+        if cell.world_size == world_size and large == (device == "cuda"):
+            report[cell.key] = measure(cell, device)  # what raises on one rank may hang the others: all end
+    if rank == 0:
+        store.set("report", json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
