@@ -30,7 +30,8 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; margin: .5rem 0 1.5rem } caption { text-align: left; font-weight: 600 }
 td, th { padding: .15rem .7rem; border-bottom: 1px solid #ddd; text-align: right }
-figure { display: inline-block; margin: 0 1rem 1rem 0 } figcaption { font-weight: 600 }
+figure { display: inline-block; margin: 0 1rem 1rem 0; max-width: 29rem; vertical-align: top }
+figcaption { font-size: .8rem; font-weight: 600 }
 """
 
 

@@ -20,14 +20,19 @@ from benchmarks.vendor import vendor
 def complete(folder: Path) -> None:
     """Makes asv's pages in the folder whole: libraries are there, and no figure is asked for in vain.
 
-    asv lists every benchmark that it knows, and its pages then ask for figures of those that were never run.
+    asv lists every benchmark that it knows, and its pages then ask for figures that there are not, or show nothing.
     """
     vendor(folder / "index.html")
     path = folder / "index.json"
     index = json.loads(path.read_text(encoding="utf-8"))
-    drawn = {file.stem for file in (folder / "graphs" / "summary").glob("*.json")}
+    drawn = {file.stem for file in (folder / "graphs" / "summary").glob("*.json") if _has_values(file)}
     index["benchmarks"] = {name: each for name, each in index["benchmarks"].items() if name in drawn}
     path.write_text(json.dumps(index), encoding="utf-8")
+
+
+def _has_values(summary: Path) -> bool:
+    """Whether there is any figure in the course of a benchmark; there is none where no machine can measure it."""
+    return any(value is not None for _, value in json.loads(summary.read_text(encoding="utf-8")))
 
 
 def main() -> None:
