@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md from the results that benchmarks.gpu_step and benchmarks.wire keep.
+"""The tables of docs/performance.md from the results that benchmarks.gpu_step, benchmarks.wire and asv keep.
 
     python -m benchmarks.gpu_table [--write]
 
@@ -8,6 +8,9 @@ Prints the tables, and with --write puts them into the page.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +93,40 @@ def wire_table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
+def asv_table(results: list[dict[str, Any]]) -> str:
+    """A Markdown table of what asv has kept of steps on several GPUs."""
+    columns = {
+        "step ms": ("bench_steps.WorldSteps.time_step", 1e3),
+        "exchange ms": ("bench_steps.WorldExchanges.time_exchange", 1e3),
+        "MB to others": ("bench_counts.Worlds.track_bytes", 1e-6),
+        "collectives": ("bench_counts.Worlds.track_collectives", 1),
+        "host reads": ("bench_counts.Worlds.track_host_reads", 1),
+    }
+    lines = []
+    for result in results:
+        found = {title: dict(_measured(result, name)) for title, (name, _) in columns.items()}
+        lines += [
+            f"asv's machine {result['params']['machine']}, commit {result['commit_hash'][:8]}:",
+            "",
+            f"| inventory:W:transport | {' | '.join(columns)} |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
+        for parameters in found["step ms"]:
+            transport, inventory, world, _ = parameters
+            cells = [f"{found[title][parameters] * factor:.4g}" for title, (_, factor) in columns.items()]
+            lines.append(f"| {inventory}:{world}:{transport} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _measured(result: dict[str, Any], name: str) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Parameters and value of what was not skipped."""
+    of_benchmark = dict(zip(result["result_columns"], result["results"][name], strict=False))
+    for parameters, value in zip(product(*of_benchmark["params"]), of_benchmark["result"], strict=True):
+        if value is not None and not math.isnan(value):
+            yield tuple(parameter.strip("'") for parameter in parameters), value
+
+
 def _results(pattern: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
 
@@ -99,6 +136,7 @@ def main() -> None:
     page = DOCS / "performance.md"
     publish(tables(_results("gpu_step-*.json")), page, "gpu_step", description=__doc__)
     publish(wire_table(_results("wire-*.json")), page, "wire", description=__doc__)
+    publish(asv_table(_results("asv-*.json")), page, "asv", description=__doc__)
 
 
 if __name__ == "__main__":
