@@ -52,11 +52,12 @@ def figures_of(commit: str, machine: str, environment: str, results: Path = RESU
     for folder, file, _ in iter_results_paths(str(results / machine)):
         kept = Results.load(str(Path(folder) / file), machine_name=machine)
         if kept.commit_hash == commit and kept.env_name.startswith(environment):
-            figures |= dict(_values(kept))
+            figures |= dict(values_of(kept))
     return figures
 
 
-def _values(kept: Any) -> Iterator[tuple[Name, float | None]]:
+def values_of(kept: Results) -> Iterator[tuple[Name, float | None]]:
+    """What was measured, of one file of asv."""
     for benchmark in sorted(kept.get_all_result_keys()):
         parameters = kept.get_result_params(benchmark)
         names = [tuple(value.strip("'") for value in values) for values in product(*parameters)]

@@ -8,12 +8,12 @@ Prints the tables, and with --write puts them into the page.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
+from asv.results import Results
+
+from benchmarks.figures import Name, values_of
 from benchmarks.pages import DOCS, publish
 
 RESULTS = Path(__file__).parent / "results"
@@ -93,7 +93,7 @@ def wire_table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def asv_table(results: list[dict[str, Any]]) -> str:
+def asv_table(results: list[Results]) -> str:
     """A Markdown table of what asv has kept of steps on several GPUs."""
     columns = {
         "step ms": ("bench_steps.WorldSteps.time_step", 1e3),
@@ -104,27 +104,20 @@ def asv_table(results: list[dict[str, Any]]) -> str:
     }
     lines = []
     for result in results:
-        found = {title: dict(_measured(result, name)) for title, (name, _) in columns.items()}
+        found = dict(values_of(result))
         lines += [
-            f"asv's machine {result['params']['machine']}, commit {result['commit_hash'][:8]}:",
+            f"asv's machine {result.params['machine']}, commit {result.commit_hash[:8]}:",
             "",
             f"| inventory:W:transport | {' | '.join(columns)} |",
             "|---" * (len(columns) + 1) + "|",
         ]
-        for parameters in found["step ms"]:
+        for parameters in [name.parameters for name in found if name.benchmark == columns["step ms"][0]]:
             transport, inventory, world, _ = parameters
-            cells = [f"{found[title][parameters] * factor:.4g}" for title, (_, factor) in columns.items()]
+            values = [(found[Name(name, parameters)], factor) for name, factor in columns.values()]
+            cells = [f"{value * factor:.4g}" if value is not None else "failed" for value, factor in values]
             lines.append(f"| {inventory}:{world}:{transport} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def _measured(result: dict[str, Any], name: str) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Parameters and value of what was not skipped."""
-    of_benchmark = dict(zip(result["result_columns"], result["results"][name], strict=False))
-    for parameters, value in zip(product(*of_benchmark["params"]), of_benchmark["result"], strict=True):
-        if value is not None and not math.isnan(value):
-            yield tuple(parameter.strip("'") for parameter in parameters), value
 
 
 def _results(pattern: str) -> list[dict[str, Any]]:
@@ -136,7 +129,8 @@ def main() -> None:
     page = DOCS / "performance.md"
     publish(tables(_results("gpu_step-*.json")), page, "gpu_step", description=__doc__)
     publish(wire_table(_results("wire-*.json")), page, "wire", description=__doc__)
-    publish(asv_table(_results("asv-*.json")), page, "asv", description=__doc__)
+    kept = [Results.load(str(path)) for path in sorted(RESULTS.glob("asv-*.json"))]
+    publish(asv_table(kept), page, "asv", description=__doc__)
 
 
 if __name__ == "__main__":

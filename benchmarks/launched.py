@@ -20,12 +20,14 @@ from benchmarks.exchanging import time_exchange
 from benchmarks.stepping import LARGE, Cell, Figures, count_traffic, time_step
 
 _NAMES = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
 )
-"""(rank, world size, rank on this machine) in the environment; mpirun inside of Slurm comes before Slurm."""
+"""(rank, world size) in the environment; mpirun inside of Slurm comes before Slurm."""
+_LOCAL_NAMES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+"""The rank on this machine. srun says it by its own variable, also where it serves an MPI by PMI."""
 MEASUREMENTS = {each.__name__: each for each in (count_traffic, time_step, time_exchange)}
 _SECONDS = 300
 
@@ -36,9 +38,10 @@ def place() -> tuple[int, int, int]:
     Raises:
         RuntimeError: no launcher that is known started this process.
     """
-    for rank, world_size, local_rank in _NAMES:
-        if rank in os.environ and world_size in os.environ:
-            return int(os.environ[rank]), int(os.environ[world_size]), int(os.environ.get(local_rank, "0"))
+    local_rank = next((os.environ[name] for name in _LOCAL_NAMES if name in os.environ), None)
+    for rank, world_size in _NAMES:
+        if local_rank is not None and rank in os.environ and world_size in os.environ:
+            return int(os.environ[rank]), int(os.environ[world_size]), int(local_rank)
     raise RuntimeError("started by none of torchrun, mpirun and srun: the environment names no rank")
 
 

@@ -37,8 +37,7 @@ Planned is what `dion plan` gives for the same mesh as *exposed*, with a machine
 link's, of which a TCP connection can use 1448 of 1514 bytes, over the ranks that share it. A value read on the host
 costs no time on a CPU.
 
-The plan has both ways of a link used at once. gloo does that, or lets one way follow the other, as it happens: at
-20 Mbit/s an all-to-all of 600 kB between two nodes took 251 or 495 ms, about in turn, where its bytes take 251. So
+The plan has both ways of a link used at once. gloo does that, or lets one way follow the other, as it happens. So
 there is a second figure, with half the rate, and a wait between the two is as planned.
 
 Time is bounded everywhere: a training that does not end, or a rank that dies, ends all ranks, and all namespaces are

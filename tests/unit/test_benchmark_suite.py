@@ -63,12 +63,12 @@ def test_asv_finds_the_suite_alone_for_whatever_transports_are_installed(tmp_pat
         {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
         {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
         {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"},
+        {"PMI_RANK": "3", "PMI_SIZE": "8", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"},
     ],
 )
 def test_ranks_are_those_that_the_launcher_names(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for names in launched._NAMES:
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
+    for name in (*launched._LOCAL_NAMES, *(name for names in launched._NAMES for name in names)):
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises(RuntimeError, match="names no rank"):
         launched.place()
     for name, value in environment.items():

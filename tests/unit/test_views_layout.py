@@ -12,6 +12,7 @@ from dion_comm_nccl import LocalTopRows
 from dion_core import NorDion2
 from dion_core.buckets import MatrixBucket, Member, Part, make_buckets
 from dion_core.capture import check_capturable
+from dion_core.collectives import SoloGroup
 from dion_core.deferral import wait_, with_age
 from dion_core.layout import Axis, Layout, RowTables, split_layout
 from dion_core.matrices import Matrices
@@ -186,6 +187,6 @@ def test_a_captured_step_refuses_uneven_heads() -> None:
     [bucket] = bucket_of_heads("all", 0)
     plan = Plan([], [bucket], [], None, {}, [])
     with pytest.raises(ValueError, match=r"query \(head 0\) and 2 more .* more rows of one matrix than of another"):
-        check_capturable(plan, nonfinite="rows")
+        check_capturable(plan, SoloGroup(), nonfinite="rows")
     _, even = bucket_of_heads("local", 0)
-    check_capturable(dataclasses.replace(plan, buckets=[even]), nonfinite="rows")
+    check_capturable(dataclasses.replace(plan, buckets=[even]), SoloGroup(), nonfinite="rows")

@@ -47,7 +47,8 @@ class DeclaredShard:
         for name, least in (("axis", None), ("size", 0), ("offset", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
-                raise ValueError(f"{name}={value!r} of a declared shard is not allowed: a whole number >= 0")
+                allowed = "a whole number" + (f" >= {least}" if least is not None else "")
+                raise ValueError(f"{name}={value!r} of a declared shard is not allowed: {allowed}")
 
     @property
     def plain(self) -> tuple[int, int, int]:

@@ -21,8 +21,8 @@ from dion_core.placements import local_tensor
 from dion_core.process_groups import TorchGroup, divides, group_of
 from dion_core.views import check_views, warn_of_views
 
-ProcessGroupLike = ProcessGroup | DeviceMesh | str | Any
-"""A process group or mesh of torch, the name of an installed group, a communicator of mpi4py, or None."""
+ProcessGroupLike = Any
+"""A process group or mesh of torch, the name of an installed group, a communicator of mpi4py, a `Group`, or None."""
 
 
 def replica_group(group: ProcessGroupLike) -> Group:
@@ -37,7 +37,7 @@ def replica_group(group: ProcessGroupLike) -> Group:
     if not isinstance(group, ProcessGroup):
         raise TypeError(
             f"group={group!r} is not allowed: None, a ProcessGroup, a DeviceMesh, the name of an installed group "
-            "('mpi', 'nccl'), or a communicator of mpi4py"
+            "('mpi', 'nccl'), a communicator of mpi4py, or a Group"
         )
     replicas = group_of(group)
     return replicas if replicas.size > 1 else SoloGroup()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Protocol, TypeGuard, TypeVar, cast
+from typing import Protocol, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -270,7 +270,13 @@ def in_order(group: Group, ranks: Sequence[int]) -> Group:
     """The ranks of a group, numbered as these global ranks follow each other."""
     if tuple(ranks) == group.ranks:
         return group
-    return group.in_order(ranks) if isinstance(group, TorchGroup) else cast(Dividing, group).subgroup(ranks)
+    if isinstance(group, TorchGroup):
+        return group.in_order(ranks)
+    if not divides(group):
+        raise ValueError(
+            f"rows lie on ranks {list(ranks)} in this order, and {group!r} has no `subgroup` to number them so"
+        )
+    return group.subgroup(ranks)
 
 
 def group_of(process_group: dist.ProcessGroup) -> Group:
