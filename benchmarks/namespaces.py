@@ -172,10 +172,10 @@ def check_programs() -> None:
             raise NetworkError(f"the program {program} is missing (package iproute2)")
 
 
-def reason_against(num_nodes: int = 2) -> str:
+def reason_against() -> str:
     """Why shaped networks cannot be made here; empty where they can. One is made to see."""
     try:
-        with Network(num_nodes) as network:
+        with Network(2) as network:
             network.shape(Link(1e9))
     except NetworkError as error:
         return str(error)

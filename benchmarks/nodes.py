@@ -105,9 +105,9 @@ def measured(request: Request) -> Iterator[Row]:
 def figures(answers: Sequence[Row], ranks_per_node: int) -> Row:
     """What the ranks saw, as a row's "measured": medians over the steps.
 
-    "exchange" is the time waited, the mean of the ranks; "least" and "most" are those of single steps. "step" is the
-    slowest rank's, "computing" what a rank does besides waiting, the mean. Bytes are those of the rank, and for "link"
-    of the node, that sends most; "deferred" is a part of the chosen rows.
+    "exchange" is the time waited, the mean of the ranks. "step" is the slowest rank's, "computing" what a rank does
+    besides waiting, the mean. Bytes are those of the rank, and for "link" of the node, that sends most; "deferred" is a
+    part of the chosen rows.
     """
     by_step = list(zip(*(answer["steps"] for answer in answers), strict=True))
     waited = [statistics.mean(rank["waited"] for rank in ranks) for ranks in by_step]
@@ -119,8 +119,6 @@ def figures(answers: Sequence[Row], ranks_per_node: int) -> Row:
     chosen = sum(answer["rows"]["chosen"] for answer in answers)
     return {
         "exchange": statistics.median(waited),
-        "least": min(waited),
-        "most": max(waited),
         "step": most["seconds"],
         "computing": statistics.median(computing),
         "in_node": most["in_node"],
@@ -128,7 +126,6 @@ def figures(answers: Sequence[Row], ranks_per_node: int) -> Row:
         "between_of_node": statistics.median(max(_by_node(ranks, ranks_per_node)) for ranks in by_step),
         "link": most["link"],
         "deferred": sum(answer["rows"]["deferred"] for answer in answers) / chosen,
-        "loss": statistics.mean(answer["loss"] for answer in answers),
     }
 
 

@@ -1,12 +1,12 @@
 """Tables, pictures and the page docs/nodes.md of what `benchmarks.nodes` measured.
 
 A row is one transport on one network at one rate: "measured" as `benchmarks.nodes.figures` makes it, "planned" as
-`benchmarks.nodes_plan.Planned`.
+`benchmarks.nodes_plan.Planned`. Rows follow each other by network, within it by rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from statistics import median
 from textwrap import fill
@@ -40,13 +40,8 @@ def network_name(row: Row) -> str:
 def tables(found: Row) -> list[Table]:
     """What the results say."""
     rows = found["rows"]
-    by_network = [exchange_table(name, list(group)) for name, group in _grouped(rows, network_name)]
+    by_network = [exchange_table(name, list(group)) for name, group in groupby(rows, network_name)]
     return [summary_table(rows), ratio_table(rows), *by_network, crossover_table(rows), bytes_table(rows)]
-
-
-def _grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> Iterator[tuple[Any, Iterator[Row]]]:
-    """Rows follow each other by network, within it by rate."""
-    return groupby(rows, key)
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
@@ -67,7 +62,7 @@ def exchange_table(name: str, rows: Sequence[Row]) -> Table:
     """Of one network: by rate and transport, the wait measured and planned."""
     names = _names(rows)
     lines = []
-    for mbit, group in _grouped(rows, lambda row: row["mbit"]):
+    for mbit, group in groupby(rows, lambda row: row["mbit"]):
         of = {row["transport"]: row for row in group}
         lines.append([rate_name(mbit), *(_wait(of[each]) for each in names)])
     text = (
@@ -86,7 +81,7 @@ def ratio_table(rows: Sequence[Row]) -> Table:
     """By network and rate, measured over planned: the least, the median and the most of the transports."""
     rates = sorted({row["mbit"] for row in rows}, key=lambda mbit: -(mbit or float("inf")))
     lines = []
-    for name, group in _grouped(rows, network_name):
+    for name, group in groupby(rows, network_name):
         ratios: dict[float | None, list[float]] = {}
         for row in group:
             ratios.setdefault(row["mbit"], []).append(row["measured"]["exchange"] / row["planned"]["exchange"])
@@ -105,8 +100,8 @@ def _spread(ratios: Sequence[float]) -> str:
 def crossover_table(rows: Sequence[Row]) -> Table:
     """By network and rate, the step of full against the fastest, and which transports are as fast; planned too."""
     lines = []
-    for name, of_network in _grouped(rows, network_name):
-        for mbit, group in _grouped(list(of_network), lambda row: row["mbit"]):
+    for name, of_network in groupby(rows, network_name):
+        for mbit, group in groupby(of_network, lambda row: row["mbit"]):
             of = list(group)
             seen = {row["transport"]: float(row["measured"]["step"]) for row in of}
             planned = {row["transport"]: planned_step(row, rows) for row in of}
@@ -163,7 +158,7 @@ def summary_table(rows: Sequence[Row]) -> Table:
     """By network, from which link on steps are shorter than those of full, and on which links waits are as planned."""
     names = [name for name in _names(rows) if name != "full"]
     lines = []
-    for name, group in _grouped(rows, network_name):
+    for name, group in groupby(rows, network_name):
         of = list(group)
         cells = []
         for other in names:
@@ -182,7 +177,7 @@ def summary_table(rows: Sequence[Row]) -> Table:
 def _crossing(rows: Sequence[Row], other: str, step: Callable[[Row], float]) -> str:
     """The fastest link from which on, on slower ones too, the other transport's steps are shorter than full's."""
     found = "never"
-    for mbit, group in reversed([(mbit, list(of)) for mbit, of in _grouped(rows, lambda row: row["mbit"])]):
+    for mbit, group in reversed([(mbit, list(of)) for mbit, of in groupby(rows, lambda row: row["mbit"])]):
         steps = {row["transport"]: step(row) for row in group}
         if not {"full", other} <= set(steps) or steps["full"] <= steps[other]:
             break
@@ -193,7 +188,7 @@ def _crossing(rows: Sequence[Row], other: str, step: Callable[[Row], float]) -> 
 def _as_planned(rows: Sequence[Row]) -> str:
     """How many waits lie where the plan has them, by link."""
     found = []
-    for mbit, group in _grouped(rows, lambda row: row["mbit"]):
+    for mbit, group in groupby(rows, lambda row: row["mbit"]):
         of = list(group)
         hits = sum(
             LEAST * row["planned"]["exchange"] <= row["measured"]["exchange"] <= MOST * row["planned"]["one_way"]

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import Pipe
@@ -79,7 +79,6 @@ class Step:
     Attributes:
         seconds: from where all ranks stand at its start to the end on this one.
         waited: of these, those in which it did nothing but wait for messages.
-        exchanged: of `waited`, for messages of transports.
         in_node: bytes that it sent to other ranks of its node.
         between: bytes that it sent to other nodes.
         link: bytes that left the node over its link, headers included, until all ranks were done; 0 for ranks that
@@ -88,7 +87,6 @@ class Step:
 
     seconds: float
     waited: float
-    exchanged: float
     in_node: int
     between: int
     link: int
@@ -96,29 +94,25 @@ class Step:
 
 @dataclass
 class Waits:
-    """Seconds waited, by what for."""
+    """Seconds waited."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class _TimedHandle:
     handle: Handle
-    name: str
     waits: Waits
 
     def wait(self) -> None:
         started = time.perf_counter()
         self.handle.wait()
-        self.waits.add(self.name, time.perf_counter() - started)
+        self.waits.seconds += time.perf_counter() - started
 
 
 @dataclass(frozen=True)
 class TimedGroup:
-    """A `Group` that passes everything on, and adds up how long its handles are waited for, by collective."""
+    """A `Group` that passes everything on, and adds up how long its handles are waited for."""
 
     group: Group
     waits: Waits = field(compare=False)
@@ -139,24 +133,24 @@ class TimedGroup:
         return replace(self, group=self.group.named(label))
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
-        return self._timed("all_gather", self.group.all_gather(outputs, tensor))
+        return self._timed(self.group.all_gather(outputs, tensor))
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
-        return self._timed("all_reduce", self.group.all_reduce(tensor, reduction))
+        return self._timed(self.group.all_reduce(tensor, reduction))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
-        return self._timed("reduce_scatter", self.group.reduce_scatter(output, tensor, reduction))
+        return self._timed(self.group.reduce_scatter(output, tensor, reduction))
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return self._timed("broadcast", self.group.broadcast(tensor, source))
+        return self._timed(self.group.broadcast(tensor, source))
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
-        return self._timed("all_to_all", self.group.all_to_all(output, tensor, output_splits, input_splits))
+        return self._timed(self.group.all_to_all(output, tensor, output_splits, input_splits))
 
-    def _timed(self, name: str, handle: Handle) -> Handle:
-        return _TimedHandle(handle, name, self.waits)
+    def _timed(self, handle: Handle) -> Handle:
+        return _TimedHandle(handle, self.waits)
 
 
 def train(rank: Rank, job: Training, ranks_per_node: int) -> dict[str, Any]:
@@ -183,7 +177,7 @@ def train(rank: Rank, job: Training, ranks_per_node: int) -> dict[str, Any]:
     rows = optimizer.report()["rows"]
     return {
         "steps": [asdict(step) for step in steps[job.warm_up :]],
-        "rows": {name: rows[name] for name in ("chosen", "applied", "deferred")},
+        "rows": {name: rows[name] for name in ("chosen", "deferred")},
         "loss": float(loss.detach()),
         "weights": _digests(model) if job.weights else {},
     }
@@ -192,19 +186,17 @@ def train(rank: Rank, job: Training, ranks_per_node: int) -> dict[str, Any]:
 def _measured_step(optimizer: NorDion2, rank: Rank, waits: Waits, ranks_per_node: int) -> Step:
     """All ranks start together, and what one has sent is counted when all are done."""
     dist.barrier()
-    waits.seconds.clear()
+    waits.seconds = 0.0
     before, started = _link_bytes(), time.perf_counter()
     with observe() as calls:
         optimizer.step()
     seconds = time.perf_counter() - started
-    waited, exchanged = sum(waits.seconds.values()), waits.seconds.get("all_to_all", 0.0)
     dist.barrier()
     node = rank.rank // ranks_per_node
     peers = [peer for peer in range(rank.world_size) if peer != rank.rank]
     return Step(
         seconds=seconds,
-        waited=waited,
-        exchanged=exchanged,
+        waited=waits.seconds,
         in_node=_sent(calls, [peer for peer in peers if peer // ranks_per_node == node]),
         between=_sent(calls, [peer for peer in peers if peer // ranks_per_node != node]),
         link=_link_bytes() - before if rank.rank % ranks_per_node == 0 else 0,
@@ -280,13 +272,11 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     nobody = Pipe(duplex=False)[1]  # the demo's ranks tell their parent of progress; here none is told
     rank = Rank(dist.get_rank(), world_size, torch.device("cpu"), mesh, nobody)
-    known = {each.name for each in fields(Training)}
     while True:
         order = json.loads(orders.get())
         if order == "profile":
             answer = profile(rank, ranks_per_node)
         else:
-            assert set(order) <= known, order
             answer = train(rank, Training(**order), ranks_per_node)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

@@ -1,7 +1,8 @@
 """Puts the libraries that asv's pages load from elsewhere beside them, so that the site works by itself.
 
-asv 0.6 loads eight files from content networks. They are taken from packages of the npm registry by `npm pack`, kept
-under .asv/vendor, and must have the hash below. Those of Flot are the sources of what asv loads minified.
+asv 0.6 loads ten files from content networks. They are taken from packages of the npm registry by `npm pack`, kept
+under .asv/vendor, and must have the hash below. Those of Flot are the sources of what asv loads minified, and
+stupidtable is 1.1.3 where asv loads 1.0.1.
 """
 
 from __future__ import annotations

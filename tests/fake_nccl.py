@@ -5,7 +5,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-_SIZES = {1: 1, 2: 4, 4: 8, 6: 2, 7: 4, 8: 8, 9: 2}
+_SIZES = {1: 1, 2: 4, 4: 8, 7: 4, 8: 8}
 _TYPES = {1: MPI.UINT8_T, 2: MPI.INT32_T, 4: MPI.INT64_T, 7: MPI.FLOAT, 8: MPI.DOUBLE}
 _OPERATIONS = {0: MPI.SUM, 2: MPI.MAX}
 _grouped: list[Any] = []

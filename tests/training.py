@@ -23,16 +23,14 @@ from dion_core import DeclaredShard, available_transports
 from dion_core.collectives import Call, observe
 from dion_core.testing.ranks import pool
 from dion_core.transport import Transport
+from tests.declared_cases import DECLARED, declared_part, shard_of
 from tests.reference import Options, ReferenceElementwise, ReferenceMatrix, chunk_shards
 
 LAYOUTS = ("shard0", "shard1", "replicate", "ddp", "plain")
 """Row- and column-sharded, replicated DTensors; plain tensors replicated over `group`, or each rank's own.
 
-One more is "hsdp": row-sharded over the second dimension of a (2, W / 2) mesh, replicated over the first. Two more are
-"declared0" and "declared1": plain tensors that are parts of rows or columns, which are not equally long: the first rank
-holds the last ones.
+Others are "hsdp", row-sharded over the second dimension of a (2, W / 2) mesh, replicated over the first; `DECLARED`.
 """
-DECLARED = ("declared0", "declared1")
 EXACT_LAYOUTS = ("shard0", "replicate", "ddp")
 MATRIX_FAMILY = ("Muon", "NorMuon")
 OPTIMIZERS = (*MATRIX_FAMILY, "Dion2", "NorDion2")
@@ -125,24 +123,10 @@ def place(value: Tensor, placement: Placement, mesh: DeviceMesh) -> DTensor:
     return distribute_tensor(value.clone().to(mesh.device_type), mesh, [placement], src_data_rank=None)
 
 
-def declared(shape: Sequence[int], layout: str, rank: int, world_size: int) -> tuple[DeclaredShard, int]:
-    """What a rank declares of a tensor, and how much it holds. The last rank holds nothing if there are three or more.
-
-    The parts grow: 17 over 4 gives 9 on rank 0, the 6 before them on rank 1, and 2 on rank 2.
-    """
-    axis = min(int(layout[-1]), len(shape) - 1)
-    size, parts = shape[axis], world_size - (world_size > 2)
-    ends = [0] * (world_size - parts) + [size * n * (n + 1) // (parts * (parts + 1)) for n in range(parts + 1)]
-    place = world_size - 1 - rank
-    start, end = ends[place], ends[place + 1]
-    return DeclaredShard(axis, size, start), end - start
-
-
 def placed(value: Tensor, layout: str, mesh: DeviceMesh) -> Tensor:
     """A copy of the value as it lies on this rank; vectors have no second dimension to split."""
     if layout in DECLARED:
-        shard, length = declared(value.shape, layout, mesh.get_rank(), mesh.size())
-        return value.narrow(shard.axis, shard.offset, length).clone()
+        return declared_part(value, layout, mesh)
     if layout in ("ddp", "plain"):
         return value.clone().to(mesh.device_type)
     if layout == "hsdp":
@@ -166,35 +150,30 @@ def build(cell: Cell, mesh: DeviceMesh, group: Any = None) -> tuple[torch.optim.
     return optimizer_of(cell, parameters, mesh, group), parameters
 
 
+def _own_group(cell: Cell, parameters: Mapping[str, nn.Parameter]) -> Any:
+    """What the cell gives as `group`: a mesh by its name, all ranks to plain tensors, or nothing."""
+    if cell.group_name is not None:
+        return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(cell.group_name,))
+    return dist.group.WORLD if {"ddp", *DECLARED} & set(map(cell.layout_of, parameters)) else None
+
+
 def optimizer_of(
     cell: Cell, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh | None = None, group: Any = None
 ) -> torch.optim.Optimizer:
     """The optimizer of a cell for parameters that lie as it says: groups of matrices, AdamW and Lion, in this order."""
+    group = _own_group(cell, parameters) if group is None else group
     groups: list[dict[str, Any]] = []
     for algorithm in ("matrix", "adamw", "lion"):
-        members = [(name, parameter) for name, parameter in parameters.items() if name.startswith(algorithm)]
-        options = {} if algorithm == "matrix" else {"lr": ELEMENTWISE_LR}
+        options: dict[str, Any] = {} if algorithm == "matrix" else {"lr": ELEMENTWISE_LR}
         by_shard: dict[DeclaredShard | None, list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in members:
-            by_shard.setdefault(_shard_of(cell, name, mesh), []).append((name, parameter))
+        for name in (each for each in parameters if each.startswith(algorithm)):
+            shard = shard_of(cell.problem.weights[name].shape, cell.layout_of(name), mesh)
+            by_shard.setdefault(shard, []).append((name, parameters[name]))
         for shard, of_shard in by_shard.items():
-            known = {} if shard is None else {"shard": shard}
-            groups.append({"params": of_shard, "algorithm": algorithm, **options, **known})
-    if group is not None:
-        pass
-    elif cell.group_name is not None:
-        group = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(cell.group_name,))
-    elif {"ddp", *DECLARED} & set(map(cell.layout_of, parameters)):
-        group = dist.group.WORLD
+            known = options if shard is None else {**options, "shard": shard}
+            groups.append({"params": of_shard, "algorithm": algorithm, **known})
     optimizer: torch.optim.Optimizer = getattr(dion_core, cell.optimizer)(groups, group=group, **cell.options)
     return optimizer
-
-
-def _shard_of(cell: Cell, name: str, mesh: DeviceMesh | None) -> DeclaredShard | None:
-    layout = cell.layout_of(name)
-    if mesh is None or layout not in DECLARED:
-        return None
-    return declared(cell.problem.weights[name].shape, layout, mesh.get_rank(), mesh.size())[0]
 
 
 def set_gradients(

@@ -39,14 +39,8 @@ class _Traffic(_Replayed):
         return self.figures["deferred"]
 
 
-class Counts(_Traffic):
-    """Ranks of gloo on this machine, and the memory of one rank whose messages stay with it."""
-
-    params = (TRANSPORTS, tuple(SMALL), (2, 4), (0.25,))
-
-    def setup_cache(self) -> Measured:
-        of_memory = worlds.in_loopback(stepping.count_memory, cells(self.params), "cpu")
-        return worlds.merged(worlds.in_pool(stepping.count_traffic, cells(self.params), "cpu"), of_memory)
+class _Memory(_Replayed):
+    """What a rank allocates."""
 
     @unit("allocations")
     def track_allocations(self, *_: Any) -> int:
@@ -55,6 +49,16 @@ class Counts(_Traffic):
     @unit("bytes")
     def track_workspace(self, *_: Any) -> int:
         return self.figures["workspace"]
+
+
+class Counts(_Traffic, _Memory):
+    """Ranks of gloo on this machine, and the memory of one rank whose messages stay with it."""
+
+    params = (TRANSPORTS, tuple(SMALL), (2, 4), (0.25,))
+
+    def setup_cache(self) -> Measured:
+        of_memory = worlds.in_loopback(stepping.count_memory, cells(self.params), "cpu")
+        return worlds.merged(worlds.in_pool(stepping.count_traffic, cells(self.params), "cpu"), of_memory)
 
 
 class Sweep(_Traffic):
@@ -70,7 +74,7 @@ class Sweep(_Traffic):
         return self.figures["deferred"] / self.figures["chosen"]
 
 
-class OneGpu(_Replayed):
+class OneGpu(_Memory):
     """One rank of several on one GPU, whose messages do not leave it."""
 
     params = (TRANSPORTS, LARGE, (4, 8), (0.25,))
@@ -85,14 +89,6 @@ class OneGpu(_Replayed):
     @unit("reads")
     def track_host_reads(self, *_: Any) -> int:
         return self.figures["waits"]
-
-    @unit("allocations")
-    def track_allocations(self, *_: Any) -> int:
-        return self.figures["allocations"]
-
-    @unit("bytes")
-    def track_workspace(self, *_: Any) -> int:
-        return self.figures["workspace"]
 
 
 class Worlds(_Traffic):

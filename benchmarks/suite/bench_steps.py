@@ -14,7 +14,21 @@ HERE = (TRANSPORTS, tuple(SMALL), (2, 4), (0.25,))
 ANYWHERE = (TRANSPORTS, (*SMALL, *LARGE), WORLD_SIZES, (0.25,))
 
 
-class Steps(_Timed):
+class _WholeSteps(_Timed):
+    """Steps with their arithmetic."""
+
+    def time_step(self, *_: Any) -> None:
+        self.replay()
+
+
+class _ExchangesAlone(_Timed):
+    """The same without the arithmetic."""
+
+    def time_exchange(self, *_: Any) -> None:
+        self.replay()
+
+
+class Steps(_WholeSteps):
     """Ranks of gloo on this machine."""
 
     params = HERE
@@ -22,11 +36,8 @@ class Steps(_Timed):
     def setup_cache(self) -> Measured:
         return worlds.in_pool(stepping.time_step, cells(self.params), "cpu")
 
-    def time_step(self, *_: Any) -> None:
-        self.replay()
 
-
-class Sweep(_Timed):
+class Sweep(_WholeSteps):
     """By number of ranks and fraction, for the pictures; more ranks than cores would time their waiting."""
 
     params = (TRANSPORTS, ("uneven",), (2, 4), (0.125, 0.25, 0.5))
@@ -34,23 +45,17 @@ class Sweep(_Timed):
     def setup_cache(self) -> Measured:
         return worlds.in_pool(stepping.time_step, cells(self.params), "cpu")
 
-    def time_step(self, *_: Any) -> None:
-        self.replay()
 
-
-class Exchanges(_Timed):
-    """The same without the arithmetic."""
+class Exchanges(_ExchangesAlone):
+    """Ranks of gloo on this machine."""
 
     params = HERE
 
     def setup_cache(self) -> Measured:
         return worlds.in_pool(exchanging.time_exchange, cells(self.params), "cpu")
 
-    def time_exchange(self, *_: Any) -> None:
-        self.replay()
 
-
-class OneGpu(_Timed):
+class OneGpu(_WholeSteps):
     """One rank of several on one GPU: compute and host time of a rank, without a wire."""
 
     params = (TRANSPORTS, LARGE, (4, 8), (0.25,))
@@ -58,11 +63,8 @@ class OneGpu(_Timed):
     def setup_cache(self) -> Measured:
         return worlds.in_loopback(stepping.time_running, cells(self.params), "cuda")
 
-    def time_step(self, *_: Any) -> None:
-        self.replay()
 
-
-class WorldSteps(_Timed):
+class WorldSteps(_WholeSteps):
     """Ranks with a GPU each, of this machine or of several: see `benchmarks.worlds`."""
 
     params = ANYWHERE
@@ -70,17 +72,11 @@ class WorldSteps(_Timed):
     def setup_cache(self) -> Measured:
         return worlds.everywhere(stepping.time_step, cells(self.params))
 
-    def time_step(self, *_: Any) -> None:
-        self.replay()
 
-
-class WorldExchanges(_Timed):
-    """The same without the arithmetic."""
+class WorldExchanges(_ExchangesAlone):
+    """Ranks with a GPU each, of this machine or of several: see `benchmarks.worlds`."""
 
     params = ANYWHERE
 
     def setup_cache(self) -> Measured:
         return worlds.everywhere(exchanging.time_exchange, cells(self.params))
-
-    def time_exchange(self, *_: Any) -> None:
-        self.replay()

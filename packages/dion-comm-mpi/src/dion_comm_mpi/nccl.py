@@ -11,22 +11,19 @@ import torch
 from torch import Tensor
 
 from dion_comm_mpi._imports import MPI
-from dion_comm_mpi.mpi import TIMEOUT, MpiGroup, mpi_group
+from dion_comm_mpi.mpi import _HALF, TIMEOUT, MpiGroup, mpi_group
 from dion_core.collectives import Handle, Reduction, adjacent, num_bytes, report_call, watch_work
 
 _TYPES = {
     torch.uint8: 1,
     torch.int32: 2,
     torch.int64: 4,
-    torch.float16: 6,
     torch.float32: 7,
     torch.float64: 8,
-    torch.bfloat16: 9,
 }
-"""NCCL's numbers of the types."""
+"""NCCL's numbers of the types; reductions of halves are of float32."""
 _BYTES = 1
 _SUM, _MAX = 0, 2
-_HALF = (torch.bfloat16, torch.float16)
 
 
 def nccl_group(communicator: MPI.Intracomm | None = None, *, timeout: float = TIMEOUT) -> NcclGroup:
