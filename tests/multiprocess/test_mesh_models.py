@@ -21,6 +21,8 @@ from dion_core.meshes import mesh_axes
 from dion_core.testing.ranks import pool
 from tests.mesh_cases import Case, Mesh, Weight, build, compare_here, placed, set_gradients, values
 
+pytestmark = pytest.mark.usefixtures("fresh_ranks")
+
 STEPS = 3
 HSDP, TILES = Mesh((2, 2), ("r", "0")), Mesh((2, 2), ("0", "1"))
 WEIGHTS = (Weight((17, 12)), Weight((17, 12)), Weight((12, 10)))

@@ -18,6 +18,8 @@ from dion_core import Dion2, NorMuon, TransportError
 from dion_core.testing.ranks import pool
 from tests.mesh_cases import Mesh, placed
 
+pytestmark = pytest.mark.usefixtures("fresh_ranks")
+
 SQUARE, TURNED = Mesh((2, 2), ("0", "0")), Mesh((2, 2), ("0", "0"), ranks=(3, 1, 0, 2))
 
 

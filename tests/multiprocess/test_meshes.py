@@ -12,6 +12,8 @@ from dion_core.testing.ranks import pool
 from tests.mesh_cases import ROUNDINGS, Case, Mesh, Outcome, Weight, compare_here, train
 from tests.training import OPTIMIZERS
 
+pytestmark = pytest.mark.usefixtures("fresh_ranks")
+
 PLAIN = (
     *(Weight((17, 12)), Weight((17, 12)), Weight((9, 10)), Weight((8, 16)), Weight((3, 9))),
     *(Weight((32, 6), {"num_heads": 8}, (4,) * 8), Weight((12, 6), {"split_sizes": (8, 2, 2)}, (8, 2, 2))),

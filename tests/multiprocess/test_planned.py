@@ -25,6 +25,8 @@ from dion_core.prediction.traffic import Question, plans
 from dion_core.testing.ranks import pool
 from dion_core.transport import Transport
 
+pytestmark = pytest.mark.usefixtures("fresh_ranks")
+
 WORLD_SIZES = (1, 2, 3, 4)
 Axes = tuple[int, int, int]  # replicate, shard, tensor
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal
@@ -18,6 +19,9 @@ _LOCAL_RANK = {
     "srun": "SLURM_LOCALID",
 }
 """The variable in which each launcher says it."""
+
+_TO_FORWARD = 0.5
+"""Seconds in which mpirun passes on what was printed; once the job is aborted it drops the rest."""
 
 Launcher = Literal["mpirun of Open MPI", "mpirun of MPICH", "srun"]
 
@@ -79,6 +83,7 @@ def abort_together() -> None:
         before(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(_TO_FORWARD)
         MPI.COMM_WORLD.Abort(1)
 
     hook.aborts = True  # type: ignore[attr-defined]

@@ -157,7 +157,8 @@ def _process_group(ranks: Sequence[int]) -> dist.ProcessGroup:
         _made = (world, {})
     known, key = _made[1], tuple(sorted(ranks))
     if key not in known:
-        timeout = world._get_backend(world._device_types[0]).options._timeout
+        # A backend that only pretends, for planning, has no options.
+        timeout = getattr(world._get_backend(world._device_types[0]).options, "_timeout", None)
         group = dist.new_group(list(key), timeout=timeout, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         known[key] = group

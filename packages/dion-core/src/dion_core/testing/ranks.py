@@ -293,6 +293,7 @@ def pool(world_size: int, device_type: str = "cpu") -> RankPool:
 
 
 @atexit.register
-def _close_pools() -> None:
+def close_pools() -> None:
+    """All kept pools have ended; the next call of `pool` makes new ones."""
     for each in _pools.values():
         each.close()
