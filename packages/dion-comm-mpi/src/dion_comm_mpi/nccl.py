@@ -50,6 +50,9 @@ def _nccl() -> Any:
     return nccl
 
 
+nccl_group.check = _nccl  # type: ignore[attr-defined]  # so that `dion doctor` can tell what is missing
+
+
 @dataclass(frozen=True)
 class NcclGroup:
     """A `Group` on a NCCL communicator of CuPy, on torch's current stream.

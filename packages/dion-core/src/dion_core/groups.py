@@ -23,9 +23,12 @@ def loading_errors() -> dict[str, str]:
     errors = {}
     for name in available_groups():
         try:
-            _factory(name)
+            check: Callable[[], object] = getattr(
+                _factory(name), "check", object
+            )  # what a group needs beside its package
+            check()
             errors[name] = ""
-        except TransportError as error:
+        except (TransportError, ImportError) as error:
             errors[name] = str(error)
     return errors
 

@@ -101,7 +101,7 @@ def _automatic(scopes: Set[Scope], entries: Mapping[str, EntryPoint]) -> Choice:
         if scopes <= kind.scopes:
             reason = "serves scope local" if name == "local" else "the best exact transport that is installed"
             if kind.may_defer:
-                reason = "the cheapest transport of the global choice, exact while nothing is deferred"
+                reason = "the global choice without host reads in few bytes, exact while nothing is deferred"
             logger.info("transport='auto' takes %r: %s", name, reason)
             return Choice(name, kind(), reason)
     if entries and scopes:
