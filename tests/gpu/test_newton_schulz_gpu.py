@@ -42,12 +42,12 @@ def distance(result: Tensor, expected: Tensor) -> float:
     return float((result.double() - expected).norm() / expected.norm())
 
 
-def with_choice(matrices: Tensor, choice: object) -> Tensor:
+def with_choice(matrices: Tensor, choice: object, spare: Tensor | None = None) -> Tensor:
     segments = tuple(segment.coefficients for segment in NewtonSchulz().segments(*matrices.shape[1:]))
     room = iteration.make_room(*matrices.shape, device=matrices.device, choice=choice)
     room.fill_(float("nan"))
     iteration.normalize(matrices, out=room[0])
-    return iteration.iterate(room, segments, dtype=matrices.dtype, choice=choice)
+    return iteration.iterate(room, segments, dtype=matrices.dtype, choice=choice, spare=spare)
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
@@ -58,6 +58,28 @@ def test_every_choice_agrees_with_float64(shape: tuple[int, int, int], choice: o
     assert distance(result, exact(matrices)) < 0.006
     again = with_choice(matrices, choice)
     assert torch.equal(result, again)
+
+
+@pytest.mark.parametrize("choice", CHOICES[:2], ids=str)
+@pytest.mark.parametrize("shape", [(2, 384, 384), (2, 640, 1024), (2, 1664, 1536)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_spare_memory_changes_no_bit(shape: tuple[int, int, int], choice: object, dtype: torch.dtype) -> None:
+    matrices = torch.randn(*shape, device="cuda").to(dtype)
+    expected = with_choice(matrices, choice)
+    for rows in (matrices.shape[0] * shape[1] + 3, 5):  # the second is too little for it
+        spare = torch.full((rows, shape[2]), float("nan"), dtype=dtype, device="cuda")
+        assert torch.equal(with_choice(matrices, choice, spare), expected)
+    if dtype is not torch.bfloat16:  # the result is cast in the end
+        return
+    torch.cuda.synchronize()
+    peaks = []
+    for given in (None, torch.empty_like(matrices)):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with_choice(matrices, choice, given)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    saved = 0 if choice.apply_inside else 2 * matrices.numel()  # type: ignore[attr-defined]
+    assert peaks[0] - peaks[1] == saved
 
 
 @pytest.mark.parametrize("shape", [(3, 640, 1024), (2, 384, 384), (2, 520, 264)], ids=str)

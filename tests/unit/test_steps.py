@@ -76,9 +76,21 @@ def test_the_whole_order() -> None:
 
     assert parts(trace_of((1, 1, 1), 1)) == "a0 a1 b0 b1 c0 c1"
     assert parts(trace_of((1, 1, 1), 2)) == "a0 b0 a1 c0 b1 c1"
-    assert parts(trace_of((1, 1, 1), 3)) == "a0 b0 c0 a1 b1 c1"
+    assert parts(trace_of((1, 1, 1), 3)) == "a0 b0 a1 c0 b1 c1"
     assert parts(trace_of((2, 2, 2), 2)) == "a0 b0 a1 b1 a2 c0 b2 c1 c2"
-    assert parts(trace_of((3, 1, 1), 2)) == "a0 b0 a1 b1 c0 a2 c1 a3"
+    assert parts(trace_of((2, 2, 2, 2), 3)) == "a0 b0 a1 c0 b1 a2 d0 c1 b2 d1 c2 d2"
+    assert parts(trace_of((3, 1, 1), 3)) == "a0 b0 a1 c0 b1 a2 c1 a3"
+    assert parts(trace_of((1, 1, 1, 1, 1), 4)) == "a0 b0 a1 c0 d0 b1 e0 c1 d1 e1"
+    assert parts(trace_of((0, 2, 2, 2), 3)) == "a0 b0 c0 b1 d0 c1 b2 d1 c2 d2"
+
+
+def test_every_exchange_after_the_first_has_another_one_to_hide_behind() -> None:
+    """Between two turns of a stage, which wait for its message, another one computes."""
+    turns = [entry for entry in trace_of((2,) * 7, 3) if "ended" not in entry]
+    computing = {f"{name}1" for name in "abcdefg"}
+    for sent, waited in [(f"{name}{part}", f"{name}{part + 1}") for name in "bcdef" for part in (0, 1)]:
+        between = turns[turns.index(sent) + 1 : turns.index(waited)]
+        assert computing & set(between), (sent, waited)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 4])
@@ -130,6 +142,6 @@ def test_an_error_ends_all_stages(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught:
         interleave(stages, in_flight=3)
     assert caught.value is error  # its traceback keeps every frame alive: nothing was closed by chance
-    assert [entry for entry in trace if "ended" not in entry] == ["a0", "b0", "c0", "a1"]
+    assert [entry for entry in trace if "ended" not in entry] == ["a0", "b0", "a1", "c0"]
     assert sorted(entry for entry in trace if "ended" in entry) == ["a ended", "c ended"]
     assert all(next(each, "closed") == "closed" for each in stages[:3])

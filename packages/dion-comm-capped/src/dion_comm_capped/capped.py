@@ -111,7 +111,7 @@ class PooledExchange(Exchange):
             arrived, selection.count_by_rank, self.tables, self._from_sources, **limits
         )
         arrived_rows = arrived[:-COUNT_BYTES].view(-1, columns)
-        results = orthogonalize_rows(orthogonalizer, arrived_rows, count, start, bucket.total_rows)
+        results = orthogonalize_rows(orthogonalizer, arrived_rows, count, start, bucket.total_rows, spare=rows.values)
         # Results travel in the buffers that the rows came in, which are longer by the headers.
         returned_rows, sent_rows = self.plan.back_rows
         back, returned = arrived_rows[: sum(sent_rows)], rows.values[: sum(returned_rows)]

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -30,6 +31,8 @@ from typing import Final, Protocol
 
 import torch
 from torch import Tensor
+
+from dion_core.newton_schulz_kernels.listing import list_products
 
 Coefficients = tuple[float, float, float]
 """(a, b, c) of one step ``p(s) = a s + b s^3 + c s^5``."""
@@ -61,7 +64,8 @@ class Orthogonalizer(Protocol):
     batch, keeps zero rows zero and commutes with row permutations up to rounding. Its ``repr`` enters the
     plan that ranks compare, so it must be the same on every rank. It may offer ``segments(rows, columns)`` as
     `NewtonSchulz` does; a transport that sums Gram matrices over ranks needs that. On a GPU its `of_rows` is
-    called in place of it where it has one, `prepare` while an optimizer is built, and `workspace` for reports.
+    called in place of it where it has one, which may overwrite a third argument; `prepare` is called while an
+    optimizer is built, and `workspace` for reports.
     """
 
     def __call__(self, matrices: Tensor, /) -> Tensor:
@@ -189,15 +193,16 @@ class NewtonSchulz:
             result: Tensor = kernels.orthogonalize(matrices, segments)
             return result
 
-    def of_rows(self, rows: Tensor, place: Tensor) -> Tensor:
+    def of_rows(self, rows: Tensor, place: Tensor, spare: Tensor | None = None) -> Tensor:
         """Returns what `__call__` does of matrices whose rows lie in a buffer, which spares a copy on a GPU.
 
         Args:
             rows: (S, C), contiguous, floating.
             place: (B, R) int64: the row of the buffer that is each row of each matrix; -1 for a row of zeros.
+            spare: contiguous, what may be overwritten, so that less memory is needed; None if there is nothing.
 
         Returns:
-            (B, R, C) in new storage, in the dtype and on the device of ``rows``.
+            (B, R, C) in the dtype and on the device of ``rows``, in new storage or in that of ``spare``.
         """
         shape = (*place.shape, rows.shape[1])
         kernels = _kernels_for(rows, shape[1], shape[2], self.compute_dtype)
@@ -205,7 +210,7 @@ class NewtonSchulz:
             matrices = torch.nn.functional.pad(rows, (0, 0, 0, 1))[place]  # -1 is the row of zeros
             return self(matrices)
         segments = tuple(segment.coefficients for segment in self.segments(*shape[1:]))
-        result: Tensor = kernels.orthogonalize_rows(rows, place, segments)
+        result: Tensor = kernels.orthogonalize_rows(rows, place, segments, spare)
         return result
 
     def prepare(self, rows: Tensor, batch: int, num_rows: int) -> None:
@@ -225,7 +230,9 @@ class NewtonSchulz:
             num_rows: R.
         """
         kernels = _kernels_for(rows, num_rows, rows.shape[1], self.compute_dtype)
-        return kernel_workspace(batch, num_rows, rows.shape[1]) if kernels is not None else 0
+        if kernels is None:
+            return 0
+        return kernel_workspace(batch, num_rows, rows.shape[1], self.segments(num_rows, rows.shape[1]))
 
     def _orthogonalize(self, matrices: Tensor) -> Tensor:
         """Does the work of `__call__` for (m, n) or (B, m, n), none of them 0, with torch's own products."""
@@ -271,10 +278,10 @@ def orthogonalizer(name_or_object: str | Orthogonalizer) -> Orthogonalizer:
     raise ValueError(f"orthogonalizer must be {allowed} or a callable object, got {name_or_object!r}")
 
 
-def kernel_workspace(batch: int, rows: int, columns: int) -> int:
+def kernel_workspace(batch: int, rows: int, columns: int, segments: Sequence[Segment]) -> int:
     """Bytes that the kernels have allocated at most at a time for (B, R, C) matrices, their result included."""
-    small = min(rows, columns)
-    return 2 * batch * (2 * rows * columns + 4 * small * small) + 16 * batch * rows
+    small, buffers = min(rows, columns), list_products([segment.coefficients for segment in segments]).buffers
+    return 2 * batch * (2 * rows * columns + buffers * small * small) + 16 * batch * rows
 
 
 def _normalize(matrices: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def imbalance(load: Sequence[int]) -> float:
 def cut(owners: Sequence[int], cost: int, load: Sequence[int]) -> list[int]:
     """The part of a bucket that each matrix goes to, 0 for those of a bucket that stays whole.
 
-    Messages of one part are under way while another is worked on, and only two parts hold buffers at a time. Every
+    Messages of one part are under way while another is worked on, and only three parts hold buffers at a time. Every
     owner has about as many matrices in each part.
 
     Args:

@@ -183,19 +183,24 @@ def orthogonalize_rows(
     start: Tensor,
     total: int,
     owned: Tensor | None = None,
+    spare: Tensor | None = None,
 ) -> Tensor:
     """(B, T, C) orthogonalized matrices of the rows that several senders put into (S, C) `rows`: see `collect`.
 
-    On a GPU an orthogonalizer that offers `of_rows` reads them where they lie.
+    On a GPU an orthogonalizer that offers `of_rows` reads them where they lie, and may overwrite `spare`.
     """
-    of_rows: Callable[[Tensor, Tensor], Tensor] | None = getattr(orthogonalizer, "of_rows", None)
+    of_rows: Callable[..., Tensor] | None = getattr(orthogonalizer, "of_rows", None)
     if rows.is_cuda and of_rows is not None:
-        return of_rows(rows, places(count, start, total, owned))
+        return of_rows(rows, places(count, start, total, owned), spare)
     return orthogonalizer(collect(rows, count, start, total, owned))
 
 
 def orthogonalize_received(
-    plan: SlotPlan, received: Tensor, count_by_rank: Tensor, orthogonalizer: Orthogonalizer
+    plan: SlotPlan,
+    received: Tensor,
+    count_by_rank: Tensor,
+    orthogonalizer: Orthogonalizer,
+    spare: Tensor | None = None,
 ) -> Tensor:
     """The flat elements that an owner sends back, every row in the place where it was received.
 
@@ -204,12 +209,13 @@ def orthogonalize_received(
         received: flat; may be overwritten.
         count_by_rank: (W, N) int64, the rows that every rank has sent of every matrix, which lie first in its slots.
         orthogonalizer: gets (B, T, C) matrices, in rank order, hence in global row order, or joined by columns.
+        spare: what may be overwritten beside `received`, such as the buffer of rows that have been sent.
     """
     bucket = plan.bucket
     if bucket.layout.axis is Axis.COLUMNS:
         return _orthogonalize_columns(plan, received, count_by_rank, orthogonalizer)
     rows, start, owned = received.view(-1, bucket.shape[1]), plan.tables.start, bucket.owned_index
-    results = orthogonalize_rows(orthogonalizer, rows, count_by_rank, start, bucket.total_rows, owned)
+    results = orthogonalize_rows(orthogonalizer, rows, count_by_rank, start, bucket.total_rows, owned, spare)
     spread_(rows, results, count_by_rank, start, owned)
     return received
 
@@ -257,7 +263,8 @@ class SlotExchange(Exchange):
         handle = group.all_to_all(arrived, rows.values[:-1].flatten(), received, sent)
         yield
         handle.wait()
-        answer = orthogonalize_received(self.plan, arrived, selection.count_by_rank, orthogonalizer)
+        counts = selection.count_by_rank
+        answer = orthogonalize_received(self.plan, arrived, counts, orthogonalizer, spare=rows.values)
         # Results come back into the buffer that the rows left in: one less is needed.
         handle = group.all_to_all(rows.values[:-1].flatten(), answer, sent, received)
         yield

@@ -27,7 +27,8 @@ from dion_core.rows import RowSelection, overflowing_rows
 from dion_core.selection import added_scores, whole_scores
 from dion_core.steps import Steps, interleave, run
 
-BUCKETS_IN_FLIGHT = 2
+BUCKETS_IN_FLIGHT = 3
+"""One whose rows are under way, one that is orthogonalized, and one whose results come back."""
 
 
 def step_matrices(

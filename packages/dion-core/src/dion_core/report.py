@@ -97,10 +97,9 @@ def workspace_bytes(plan: Plan, reports: Sequence[Report], inside: Sequence[int]
         rows = bucket.layout.max_rows(bucket.group.rank)
         tables = TABLE_BYTES * bucket.num_matrices * (rows + bucket.layout.group.size)
         buffers.append(report["traffic"]["bytes"] + tables)
-    pairs = range(max(1, len(buffers) - BUCKETS_IN_FLIGHT + 1)) if buffers else ()
-    return max(
-        (sum(buffers[n : n + BUCKETS_IN_FLIGHT]) + max(inside[n : n + BUCKETS_IN_FLIGHT]) for n in pairs), default=0
-    )
+    starts = range(max(1, len(buffers) - BUCKETS_IN_FLIGHT + 1)) if buffers else ()
+    together = [slice(start, start + BUCKETS_IN_FLIGHT) for start in starts]
+    return max((sum(buffers[each]) + max(inside[each]) for each in together), default=0)
 
 
 def _rows(buckets: Sequence[Report], states: Mapping[Tensor, State], past: Sequence[int]) -> Report:

@@ -7,6 +7,7 @@ they run depends on their number alone, hence every rank issues its collectives 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Sequence
 from typing import TypeVar
 
@@ -31,10 +32,15 @@ def run(steps: Steps[T]) -> T:
             return result
 
 
-def interleave(stages: Sequence[Steps[T]], *, in_flight: int = 2) -> list[T]:
-    """The results of all `stages`, in their order, with `in_flight` of them running alternately.
+def interleave(stages: Sequence[Steps[T]], *, in_flight: int = 3) -> list[T]:
+    """The results of all `stages`, in their order, with up to `in_flight` of them running in turn.
 
-    One starts as soon as another has ended, before a third is resumed: what that waits for then has more time.
+    Two start at once, and another before each resumption. So the stages that run stand at different places: where each
+    sends, computes and sends back, three are enough that one computes while the rows of the next and the results of the
+    one before are under way.
+
+    Example: a, b and c, which yield after each of their two messages: a sends, b sends, a computes, c sends,
+    b computes, a ends, c computes, b ends, c ends.
 
     Args:
         stages: generators, each run to its end.
@@ -47,14 +53,16 @@ def interleave(stages: Sequence[Steps[T]], *, in_flight: int = 2) -> list[T]:
     if in_flight < 1:
         raise ValueError(f"in_flight={in_flight}: at least 1 is needed")
     results: dict[int, T] = {}
-    waiting = iter(enumerate(stages))
-    running: list[tuple[int, Steps[T]]] = []
+    waiting = deque(enumerate(stages))
+    running: deque[tuple[int, Steps[T]]] = deque()
+    limit = min(in_flight, 2)
     try:
-        while True:
-            entry = next(waiting, None) if len(running) < in_flight else None
-            if entry is None and not running:
-                return [results[number] for number in range(len(stages))]
-            number, steps = entry or running.pop(0)
+        while waiting or running:
+            if waiting and len(running) < limit:
+                number, steps = waiting.popleft()
+            else:
+                number, steps = running.popleft()
+                limit = min(limit + 1, in_flight)
             try:
                 next(steps)
             except StopIteration as stop:
@@ -64,3 +72,4 @@ def interleave(stages: Sequence[Steps[T]], *, in_flight: int = 2) -> list[T]:
     finally:  # after an error the others let go of their buffers now, not when the traceback is forgotten
         for _, steps in running:
             steps.close()
+    return [results[number] for number in range(len(stages))]

@@ -1,1 +1,1 @@
-"""Triton kernels of Newton-Schulz, imported only where there is a GPU for them."""
+"""Triton kernels of Newton-Schulz, imported only where there is a GPU for them; `listing` needs nothing."""

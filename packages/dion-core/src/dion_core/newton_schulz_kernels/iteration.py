@@ -23,6 +23,8 @@ from dion_core.newton_schulz_kernels.products import products_kernel
 _BLOCK = 128
 _ALIGNED = 4
 """Counters in 16 bytes: the kernel is compiled once where all of a launch's counters start at a multiple of them."""
+_TMA_BYTES = 16
+"""The copy engine reads and writes tensors that start at multiples of so many bytes."""
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 Segments = tuple[tuple[Coefficients, ...], ...]
 
@@ -51,22 +53,23 @@ def orthogonalize(matrices: Tensor, segments: Segments) -> Tensor:
     return iterate(room, segments, dtype=matrices.dtype, choice=choice)
 
 
-def orthogonalize_rows(rows: Tensor, place: Tensor, segments: Segments) -> Tensor:
+def orthogonalize_rows(rows: Tensor, place: Tensor, segments: Segments, spare: Tensor | None = None) -> Tensor:
     """Returns the matrices whose rows lie in a buffer, normalized and after all steps.
 
     Args:
         rows: (S, C), contiguous, float32, bfloat16 or float16.
         place: (B, R) int64, contiguous: the row of the buffer that is each row of each matrix; -1 for a row of zeros.
         segments: (a, b, c) of each step, by segment.
+        spare: contiguous, on the same device, what may be overwritten; None if there is nothing.
 
     Returns:
-        (B, R, C) in new storage, in the dtype of `rows`.
+        (B, R, C) in the dtype of `rows`, in new storage or in that of `spare`.
     """
     shape = (*place.shape, rows.shape[1])
     choice = choice_for(rows.device, *shape)
     room = make_room(*shape, device=rows.device, choice=choice)
     normalize_rows(rows, place, out=room[0])
-    return iterate(room, segments, dtype=rows.dtype, choice=choice)
+    return iterate(room, segments, dtype=rows.dtype, choice=choice, spare=spare)
 
 
 def prepare(
@@ -85,14 +88,17 @@ def make_room(batch: int, rows: int, columns: int, *, device: torch.device, choi
     return torch.empty((2 if choice.apply_inside else 1, batch, rows, columns), dtype=torch.float16, device=device)
 
 
-def iterate(room: Tensor, segments: Segments, *, dtype: torch.dtype, choice: Choice) -> Tensor:
-    """Returns (B, R, C): the matrices of ``room[0]`` after all steps of all segments. May lie in ``room``.
+def iterate(
+    room: Tensor, segments: Segments, *, dtype: torch.dtype, choice: Choice, spare: Tensor | None = None
+) -> Tensor:
+    """Returns (B, R, C): the matrices of ``room[0]`` after all steps of all segments. May lie in ``room`` or ``spare``.
 
     Args:
         room: (1 or 2, B, R, C) float16 from `make_room`, the first part filled. Overwritten.
         segments: (a, b, c) of each step, by segment.
         dtype: of the result, float16 or bfloat16; any other is cast from float16.
         choice: from `choice_for`, the one that `room` was made with.
+        spare: as in `orthogonalize_rows`.
     """
     narrow = dtype if dtype in _DTYPES else torch.float16
     (_, batch, rows, columns), device = room.shape, room.device
@@ -103,7 +109,7 @@ def iterate(room: Tensor, segments: Segments, *, dtype: torch.dtype, choice: Cho
     work = torch.empty((max(plan.buffers for plan in plans), batch, m, m), dtype=torch.float16, device=device)
     aligned = cdiv(batch + 1, _ALIGNED) * _ALIGNED
     counters = torch.zeros((len(parts), aligned), dtype=torch.int32, device=device)
-    copies = (room[0], room[1] if choice.apply_inside else torch.empty_like(room[0]))
+    copies = (room[0], room[1] if choice.apply_inside else _second_copy(room[0], spare))
     for number, plan in enumerate(plans[:-1]):
         x, target = copies[number % 2], copies[1 - number % 2]
         _run(plan, x[None], work, work, counters[number], choice)
@@ -111,6 +117,13 @@ def iterate(room: Tensor, segments: Segments, *, dtype: torch.dtype, choice: Cho
     out = copies[len(segments) % 2].view(narrow)  # the one that the last product does not read
     _run(plans[-1], room if choice.apply_inside else copies[last % 2][None], out, work, counters[last], choice)
     return out.to(dtype)
+
+
+def _second_copy(first: Tensor, spare: Tensor | None) -> Tensor:
+    """Uninitialized memory like `first`, of the spare tensor if it has as much as is needed."""
+    if spare is None or spare.nbytes < first.nbytes or spare.data_ptr() % _TMA_BYTES:
+        return torch.empty_like(first)
+    return spare.flatten().view(torch.uint8)[: first.nbytes].view(first.dtype).view(first.shape)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dion_core.builtin import LocalExchange, ReplicatedExchange
 from dion_core.collectives import Group
 from dion_core.keeping import LikeParameters
 from dion_core.layout import Axis, Layout, OuterAxis
-from dion_core.newton_schulz import kernel_workspace
+from dion_core.newton_schulz import NewtonSchulz, kernel_workspace
 from dion_core.optimizer import MatrixOptimizer
 from dion_core.optimizers import Dion2, Muon, NorDion2, NorMuon
 from dion_core.options import OPTIMIZER_WIDE
@@ -221,8 +221,13 @@ def _report(plan: Plan) -> Report:
 
 
 def _workspace(plan: Plan, typical: Report) -> int:
-    buckets = [target.bucket.bucket for target in plan.targets]
-    inside = [kernel_workspace(len(each.owned(each.group.rank)), each.total_rows, each.shape[1]) for each in buckets]
+    buckets, orthogonalizer = [target.bucket.bucket for target in plan.targets], NewtonSchulz()
+    shapes = [(each.total_rows, each.shape[1]) for each in buckets]
+    owned = [len(each.owned(each.group.rank)) for each in buckets]
+    inside = [
+        kernel_workspace(batch, *shape, orthogonalizer.segments(*shape))
+        for batch, shape in zip(owned, shapes, strict=True)
+    ]
     return workspace_bytes(plan, typical["buckets"], inside)
 
 
