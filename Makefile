@@ -2,7 +2,6 @@
 PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-TEST_WORKERS ?= 2
 LONG_MINUTES ?= 30
 LONG_SEED ?=
 BASE ?=
@@ -19,7 +18,7 @@ EDITABLE := $(patsubst %/pyproject.toml,-e %,$(PROJECTS))
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo '  settings:  PYTHON=python3.12  DEMO_ARGS="..."  PYTEST_ARGS="..."  TEST_WORKERS=0  LONG_MINUTES=3  LONG_SEED=1  BASE=HEAD^'
+	@echo '  settings:  PYTHON=python3.12  DEMO_ARGS="..."  PYTEST_ARGS="..."  LONG_MINUTES=3  LONG_SEED=1  BASE=HEAD^'
 
 .venv: $(STAMP)  ## the environment with all packages, editable; redone when their requirements change
 
@@ -34,9 +33,8 @@ $(STAMP): constraints.txt requirements-dev.txt requirements-alone.txt $(PROJECTS
 demo: $(STAMP)  ## train a small model on real text with every installed transport
 	$(BIN)/python examples/train_text.py $(DEMO_ARGS)
 
-# Ranks wait for each other much of the time, so that two test modules at once take less than one after the other.
 test: $(STAMP)  ## the tests, without the slow ones and those for a GPU
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS) tests
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS) tests
 
 # pytest ends with 5 where no test is marked slow.
 test-slow: $(STAMP)  ## the slow tests

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from functools import lru_cache
+from importlib import metadata
+from importlib.metadata import EntryPoint
 
 from dion_core.transport import INTERFACE_VERSION, Bucket, Scope, Transport, TransportError
 
@@ -131,6 +134,16 @@ def _missing(name: str, entries: Mapping[str, EntryPoint]) -> str:
     package = KNOWN_PACKAGES.get(name)
     hint = f"; `pip install {package}` brings {name!r}" if package else f"; known: {sorted(KNOWN_PACKAGES)}"
     return f"transport={name!r} is not installed (installed: {listed}){hint}"
+
+
+def entry_points(*, group: str) -> tuple[EntryPoint, ...]:
+    """Those of a group."""
+    return _read_entry_points(group, tuple(sys.path))
+
+
+@lru_cache(maxsize=4)  # reading takes longer than all else that building a small optimizer does
+def _read_entry_points(group: str, _search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    return tuple(metadata.entry_points(group=group))
 
 
 def _entries() -> dict[str, EntryPoint]:

@@ -109,12 +109,13 @@ def iterate(
     work = torch.empty((max(plan.buffers for plan in plans), batch, m, m), dtype=torch.float16, device=device)
     aligned = cdiv(batch + 1, _ALIGNED) * _ALIGNED
     counters = torch.zeros((len(parts), aligned), dtype=torch.int32, device=device)
+    # The last product does not read what it writes; the others have no result, and take the same compiled kernel.
     copies = (room[0], room[1] if choice.apply_inside else _second_copy(room[0], spare))
+    out = copies[len(segments) % 2].view(narrow)
     for number, plan in enumerate(plans[:-1]):
         x, target = copies[number % 2], copies[1 - number % 2]
-        _run(plan, x[None], work, work, counters[number], choice)
+        _run(plan, x[None], out, work, counters[number], choice)
         torch.bmm(*((x, work[plan.last]) if tall else (work[plan.last], x)), out=target)
-    out = copies[len(segments) % 2].view(narrow)  # the one that the last product does not read
     _run(plans[-1], room if choice.apply_inside else copies[last % 2][None], out, work, counters[last], choice)
     return out.to(dtype)
 
@@ -163,7 +164,7 @@ def _run(plan: _Plan, x: Tensor, out: Tensor, work: Tensor, counters: Tensor, ch
     Args:
         plan: says which.
         x: (1 or 2, B, R, C) float16.
-        out: (B, R, C), where Q X of the last segment goes; `work` where the plan ends with Q.
+        out: (B, R, C), where Q X of the last segment goes if the plan does not end with Q.
         work: (buffers, B, m, m) float16, overwritten.
         counters: (B + 1,) int32 zeros.
         choice: how the kernel works.
@@ -176,7 +177,7 @@ def _run(plan: _Plan, x: Tensor, out: Tensor, work: Tensor, counters: Tensor, ch
         products_kernel, min(plan.total, _properties(device.index).multiprocessors), device,
         plan.table, counters, plan.total, batch, m, n,
         WIDE=choice.wide, TK=choice.depth, BAND=choice.band, TALL=rows > columns, STAGES=choice.stages,
-        descriptors=_describe(addresses, sizes, None if out is work else out.dtype, choice), warps=4, contracted=True,
+        descriptors=_describe(addresses, sizes, out.dtype, choice), warps=4, contracted=True,
     )  # fmt: skip
 
 
@@ -193,26 +194,26 @@ class _Address:
 
 @lru_cache(maxsize=256)  # the same few addresses come again and again
 def _describe(
-    addresses: tuple[int, int, int], sizes: tuple[int, int, int, int, int], dtype: torch.dtype | None, choice: Choice
+    addresses: tuple[int, int, int], sizes: tuple[int, int, int, int, int], dtype: torch.dtype, choice: Choice
 ) -> Descriptors:
     """How the kernel's operands lie in memory and in shared memory, in the order of its arguments.
 
     Args:
         addresses: of x (copies, B, R, C), the result (B, R, C) and the workspace (buffers, B, m, m).
         sizes: copies, B, R, C and buffers.
-        dtype: of the result; None if there is none.
+        dtype: of the result.
         choice: says how large the blocks are.
     """
     copies, batch, rows, columns, buffers = sizes
     x, work = (_Address(addresses[at], torch.float16) for at in (0, 2))
-    out = _Address(addresses[1], dtype or torch.float16)
+    out = _Address(addresses[1], dtype)
     m, tall = min(rows, columns), rows > columns
     depth, wide, half = choice.depth, choice.wide * _BLOCK, _BLOCK // 2
     flat = ([copies * batch * rows, columns], [columns, 1])
     stack = ([copies * batch, rows, columns], [rows * columns, columns, 1])
     w_flat = ([buffers * batch * m, m], [m, 1])
     w_stack = ([buffers * batch, m, m], [m * m, m, 1])
-    result = w_stack if dtype is None else ([batch, rows, columns], stack[1])
+    result = ([batch, rows, columns], stack[1])
 
     def describe(base: _Address, where: tuple[list[int], list[int]], block: list[int]) -> TensorDescriptor:
         return TensorDescriptor(base, *where, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[base.dtype]))
