@@ -1,7 +1,9 @@
 """How an MPI job ends where something goes wrong: `python -m tests.mpi_errors WHAT`, started by `mpirun`."""
 
+import signal
 import sys
 import time
+from collections.abc import Callable
 
 import mpi4py
 
@@ -13,7 +15,7 @@ from mpi4py import MPI
 from torch import nn
 
 from dion_comm_mpi import mpi_group
-from dion_core import NorDion2
+from dion_core import NorDion2, TransportError
 
 
 def optimizer(timeout: float) -> NorDion2:
@@ -30,11 +32,29 @@ def one_raises() -> None:
     made.step()
 
 
-def one_is_late() -> None:
-    """A rank does not come to the step."""
-    made = optimizer(timeout=1.0)
+def one_is_interrupted() -> None:
+    """As a user does it, while the others wait for that rank."""
+    made = optimizer(timeout=600.0)
+    if MPI.COMM_WORLD.Get_rank() == 1:
+        signal.raise_signal(signal.SIGINT)
+    made.step()
+
+
+def one_is_absent() -> None:
+    """A rank comes neither to a new communicator, nor to a new group, nor to the step."""
+    group, other, made = mpi_group(timeout=1.0), MPI.COMM_WORLD.Dup(), optimizer(timeout=1.0)
     if MPI.COMM_WORLD.Get_rank() == 1:
         time.sleep(600)
+    awaited: list[Callable[[], object]] = [
+        lambda: group.subgroup((2, 1, 0)).all_reduce(torch.ones(1), "sum"),
+        lambda: group.meet("a communicator of NCCL"),
+        lambda: mpi_group(other, timeout=1.0),
+    ]
+    for call in awaited:
+        try:
+            call()
+        except TransportError as error:
+            print("caught", error, flush=True)
     made.step()
 
 
