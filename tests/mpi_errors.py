@@ -1,13 +1,14 @@
-"""How an MPI job ends where something goes wrong: `python -m tests.mpi_errors WHAT`, started by `mpirun`."""
+"""How an MPI job ends where something goes wrong: `python -m tests.mpi_errors WHAT [FOLDER]`, started by `mpirun`."""
 
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import mpi4py
 
-if sys.argv[1:] == ["one_thread"]:
+if sys.argv[1] == "one_thread":
     mpi4py.rc.thread_level = "single"
 
 import torch
@@ -49,13 +50,18 @@ def one_is_absent() -> None:
         lambda: group.subgroup((2, 1, 0)).all_reduce(torch.ones(1), "sum"),
         lambda: group.meet("a communicator of NCCL"),
         lambda: mpi_group(other, timeout=1.0),
+        made.step,
     ]
+    caught = []
     for call in awaited:
         try:
             call()
         except TransportError as error:
-            print("caught", error, flush=True)
-    made.step()
+            caught.append(str(error))
+    Path(sys.argv[2], f"{group.rank}.txt").write_text("\n".join(caught))
+    while len(list(Path(sys.argv[2]).iterdir())) < 2:
+        time.sleep(0.01)
+    raise RuntimeError("a rank is absent")
 
 
 def one_thread() -> None:
