@@ -62,6 +62,7 @@ def suite() -> dict[str, Any]:
     found["layerwise"] = layerwise(group)
     found["refused"].append(message(NorDion2([nn.Parameter(torch.ones(4, 4))], group=group).capture))
     found["halves"] = halves()
+    found["null"] = message(lambda: mpi_group(MPI.COMM_NULL))  # type: ignore[arg-type]
     found["counts"] = long_counts() if group.size == 1 else []
     seat = Seat(group.rank, group.size)
     found["cells"] = {}

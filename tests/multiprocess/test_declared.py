@@ -110,7 +110,7 @@ def test_views_and_elementwise_groups(world_size: int) -> None:
 
 
 def with_a_flipped_bit() -> list[list[str]]:
-    """What differs before and after a bit of one rank was flipped: in momentum, then in a value a row of all columns."""
+    """What differs before and after bits of one rank were flipped: of momentum, then of a value a row of all columns."""
     optimizer, parameters = built()
     step(optimizer, parameters, 1)
     said = [optimizer.check_replicas()]

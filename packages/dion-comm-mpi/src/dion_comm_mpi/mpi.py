@@ -39,8 +39,8 @@ def mpi_group(communicator: MPI.Intracomm | None = None, *, timeout: float = TIM
         timeout: seconds that a collective may take.
 
     Raises:
-        ValueError: the timeout is not positive, or the MPI library was started for fewer threads than needed, or
-            torch.distributed has other ranks.
+        ValueError: the timeout is not positive, the communicator is none of this rank, the MPI library was started for
+            fewer threads than needed, or torch.distributed has other ranks.
         TransportError: a rank did not come within the time-out.
     """
     if not timeout > 0:
@@ -50,8 +50,10 @@ def mpi_group(communicator: MPI.Intracomm | None = None, *, timeout: float = TIM
             'MPI was started for one thread only; set `mpi4py.rc.thread_level = "serialized"` (or "multiple", the '
             "default) before MPI is imported, since a step may run on another thread than the main one"
         )
-    abort_together()
     given = communicator if communicator is not None else MPI.COMM_WORLD
+    if not isinstance(given, MPI.Intracomm) or given == MPI.COMM_NULL:
+        raise ValueError(f"{given!r} is not allowed: an intracommunicator of which this rank is one")
+    abort_together()
     number = dist.get_rank() if dist.is_initialized() else given.Get_rank()
     made = communicators(given, number, timeout)
     return MpiGroup(made, made.numbers, timeout)
