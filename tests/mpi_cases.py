@@ -13,8 +13,8 @@ from tests.training import Cell
 WORLD_SIZES = (1, 2, 3, 4)
 LAYOUTS = {
     1: ("declared0",),
-    2: ("ddp", "declared1", "shard0"),
-    3: ("declared0", "shard1"),
+    2: ("ddp", "declared1", "shard0", "shard1"),
+    3: ("declared0",),
     4: ("hsdp",),
 }
 """By number of ranks what is trained; every transport is tested at each of them."""

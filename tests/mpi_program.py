@@ -27,6 +27,7 @@ from dion_core.testing.conformance import check_all
 from tests import fake_nccl
 from tests.mesh_cases import compare_here, train
 from tests.mpi_cases import LAYOUTS, MESHES, WITHOUT_TORCH, cells, collective_cases, on_mesh
+from tests.mpi_ranks import leave_out_dynamo
 from tests.multiprocess.test_collectives import world
 from tests.multiprocess.test_world_size import exact_cells
 from tests.training import build, run_cell, set_gradients, snapshot
@@ -294,6 +295,7 @@ def main() -> None:
     """Runs what the command line says, and leaves its results."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    leave_out_dynamo()
     result = globals()[sys.argv[1]]()
     torch.save(result, Path(sys.argv[2]) / f"{MPI.COMM_WORLD.Get_rank()}.pt")
 

@@ -110,7 +110,7 @@ def test_views_and_elementwise_groups(world_size: int) -> None:
 
 
 def with_a_flipped_bit() -> list[list[str]]:
-    """What differs before and after bits of one rank were flipped: of momentum, then of a value a row of all columns."""
+    """What differs before and after a bit of rank 1 was flipped, of momentum and then of a value a row."""
     optimizer, parameters = built()
     step(optimizer, parameters, 1)
     said = [optimizer.check_replicas()]
