@@ -215,15 +215,15 @@ def train(case: Case) -> Whole:
     return results
 
 
-def compare_here(cases: Sequence[Case], references: Sequence[Whole]) -> list[Outcome]:
+def compare_here(cases: Sequence[Case], references: Sequence[Whole], group: Any = None) -> list[Outcome]:
     """On every rank, trains the cases and compares this rank's parts with those of the references."""
-    return [_compare(case, reference) for case, reference in zip(cases, references, strict=True)]
+    return [_compare(case, reference, group) for case, reference in zip(cases, references, strict=True)]
 
 
-def _compare(case: Case, reference: Whole) -> Outcome:
+def _compare(case: Case, reference: Whole, group: Any) -> Outcome:
     assert case.mesh is not None
     mesh, counting = case.mesh.make(), Counting()
-    optimizer, parameters = build(case, mesh, orthogonalizer=counting)
+    optimizer, parameters = build(case, mesh, orthogonalizer=counting, group=group)
     for of_step in values(case)[1:]:
         set_gradients(case, mesh, parameters, of_step)
         counting.number = 0

@@ -6,12 +6,12 @@ Results are left in FOLDER, a file a rank.
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,14 @@ from dion_core import DeclaredShard, NorDion2, available_transports
 from dion_core.collectives import Done
 from dion_core.testing.conformance import check_all
 from tests import fake_nccl
-from tests.mpi_cases import LAYOUTS, TRANSPORTS, WITHOUT_TORCH, cells, collective_cases
+from tests.mesh_cases import compare_here, train
+from tests.mpi_cases import LAYOUTS, MESHES, WITHOUT_TORCH, cells, collective_cases, on_mesh
+from tests.mpi_ranks import leave_out_dynamo
+from tests.multiprocess.test_collectives import world
 from tests.multiprocess.test_world_size import exact_cells
-from tests.training import Cell, Outcome, build, run_cell, set_gradients, snapshot
+from tests.training import build, run_cell, set_gradients, snapshot
+
+T = TypeVar("T")
 
 GIVEN = (MPI.COMM_WORLD, "mpi", MPI.COMM_WORLD)
 """What `group` is, by turns."""
@@ -48,36 +53,97 @@ class Seat(NamedTuple):
 
 
 def suite() -> dict[str, Any]:
-    """What has to hold on this number of ranks."""
-    size = MPI.COMM_WORLD.Get_size()
-    return examined(LAYOUTS[size], TRANSPORTS[size])
-
-
-def whole_suite() -> dict[str, Any]:
-    """Every layout and every transport."""
-    layouts = (*WITHOUT_TORCH, "shard0", "shard1", "replicate", *["hsdp"] * (MPI.COMM_WORLD.Get_size() == 4))
-    return examined(layouts, available_transports())
-
-
-def examined(layouts: Sequence[str], transports: Iterable[str]) -> dict[str, Any]:
-    """What came out, first without torch.distributed, then with it."""
+    """What came out on this number of ranks, first without torch.distributed, then with it."""
     group = mpi_group()
+    layouts = LAYOUTS[group.size]
     found: dict[str, Any] = {"collectives": by_collective(group), "parts": by_part(group), "sum": half_sum(group)}
-    found["conformance"] = {name: check_all(name, group=group) for name in transports}
+    found["conformance"] = {name: check_all(name, group=group) for name in available_transports()}
     found["refused"] = refused(group)
     found["resumed"] = resumed(group)
     found["layerwise"] = layerwise(group)
     found["refused"].append(message(NorDion2([nn.Parameter(torch.ones(4, 4))], group=group).capture))
+    found["halves"] = halves()
+    found["null"] = message(lambda: mpi_group(MPI.COMM_NULL))  # type: ignore[arg-type]
+    found["counts"] = long_counts() if group.size == 1 else []
     seat = Seat(group.rank, group.size)
     found["cells"] = {}
     for layout, given in zip([each for each in layouts if each in WITHOUT_TORCH], GIVEN, strict=False):
         found["cells"][layout] = [run_cell(cell, seat, given) for cell in cells(layout)]
     assert not dist.is_initialized()
-    if with_torch := [each for each in layouts if each not in WITHOUT_TORCH]:
-        with torch_distributed() as mesh:
-            for layout in with_torch:
-                found["cells"][layout] = [through_mpi(cell, mesh) for cell in cells(layout)]
+    with torch_distributed() as mesh:
+        found["gloo"] = by_collective(world())
+        for layout in [each for each in layouts if each not in WITHOUT_TORCH]:
+            found["cells"][layout] = [without_torch(run_cell, cell, mesh, "mpi") for cell in cells(layout)]
+        found["meshes"] = on_meshes() if group.size == 4 else {}
+    if group.size == 2:
+        found["nccl"] = nccl()
     return found
+
+
+def on_meshes() -> dict[str, list[Any]]:
+    """By mesh what the optimizers on it did, compared with one process; each reference is made by one rank."""
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    made = [(name, case) for name in MESHES for case in on_mesh(name)]
+    parts = MPI.COMM_WORLD.allgather([train(case.alone) for _, case in made[rank::size]])
+    found: dict[str, list[Any]] = {name: [] for name in MESHES}
+    for number, (name, case) in enumerate(made):
+        assert case.mesh is not None
+        case.mesh.make()
+        found[name] += without_torch(compare_here, [case], [parts[number % size][number // size]], "mpi")
+    return found
+
+
+def halves() -> list[bool]:
+    """Whether optimizers on every second rank, numbered backwards, and on all do what each does alone, by turns."""
+    whole = MPI.COMM_WORLD
+    half = whole.Split(whole.Get_rank() % 2, -whole.Get_rank())
+    seeds = [whole.Get_rank() % 2, 2]  # each half has matrices of its own
+
+    def drawn(step: int, seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(10 * step + seed)
+        return [torch.randn(shape, generator=generator) for shape in ((9, 6), (5, 8), (12, 6))]
+
+    def trained(groups: Sequence[Any]) -> list[Tensor]:
+        both = [[nn.Parameter(each) for each in drawn(0, seed)] for seed in seeds]
+        made = [NorDion2(of_one, group=group, fraction=0.5) for of_one, group in zip(both, groups, strict=True)]
+        for step in (1, 2):
+            for seed, of_one, optimizer in zip(seeds, both, made, strict=True):
+                for parameter, gradient in zip(of_one, drawn(step, seed), strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+        return [parameter.detach() for of_one in both for parameter in of_one]
+
+    again = mpi_group(half)
+    ranks = tuple(reversed(again.ranks))
+    kept = (
+        again == mpi_group(half) and again.subgroup(ranks).communicator is mpi_group(half).subgroup(ranks).communicator
+    )
+    return [kept, *map(torch.equal, trained([half, whole]), trained([None, None]))]
+
+
+class LongMessages:
+    """In place of a communicator: remembers what it is given, and does nothing."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def start(*arguments: Any, **options: Any) -> MPI.Request:
+            self.given.append((name, arguments))
+            return MPI.REQUEST_NULL
+
+        return start
+
+
+def long_counts() -> list[Any]:
+    """What MPI is told of messages that are longer than 2^31 bytes, which no memory is used for."""
+    length, recorder = 2**31 + 5, LongMessages()
+    long, short = torch.empty(length, dtype=torch.uint8), torch.empty(3, dtype=torch.uint8)
+    group = MpiGroup(SimpleNamespace(of=lambda ranks, timeout: recorder, number=0), (0, 1))  # type: ignore[arg-type]
+    group.all_to_all(short, long, [3, 0], [2, length - 2]).wait()
+    group.all_gather([long[: length - 3], short], short)  # not waited for, which would copy what never came
+    (_, (sent, received)), (_, (_, gathered)) = recorder.given
+    return [sent[1:3], received[1:3], sent[0].data_ptr() == long.data_ptr(), len(sent[0]), gathered[1:3]]
 
 
 @contextmanager
@@ -92,19 +158,17 @@ def torch_distributed() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def through_mpi(cell: Cell, mesh: DeviceMesh) -> Outcome:
-    """Trains DTensors, of which nothing goes through torch.distributed once they are made."""
+def without_torch(function: Callable[..., T], *arguments: Any) -> T:
+    """What the function gives, while nothing goes through torch.distributed."""
     names = ("all_to_all_single", "all_gather", "all_reduce", "reduce_scatter", "broadcast", "new_group")
     known = {name: getattr(dist, name) for name in names}
-    outcome = None
     try:
         for name in names:
             setattr(dist, name, refuse)
-        outcome = run_cell(cell, mesh, "mpi")
+        return function(*arguments)
     finally:
-        for name, function in known.items():
-            setattr(dist, name, function)
-    return outcome
+        for name, other in known.items():
+            setattr(dist, name, other)
 
 
 def refuse(*arguments: object, **options: object) -> None:
@@ -231,6 +295,7 @@ def main() -> None:
     """Runs what the command line says, and leaves its results."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    leave_out_dynamo()
     result = globals()[sys.argv[1]]()
     torch.save(result, Path(sys.argv[2]) / f"{MPI.COMM_WORLD.Get_rank()}.pt")
 

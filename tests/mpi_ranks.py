@@ -50,6 +50,15 @@ def mpirun(world_size: int, *arguments: object, seconds: float = 100.0, **enviro
     return Ended(code, output)
 
 
+def leave_out_dynamo() -> None:
+    """Optimizers of this process do not import torch._dynamo, which takes as long as half of torch, in every rank."""
+    from torch.optim import Optimizer
+
+    for name in ("add_param_group", "load_state_dict", "state_dict"):
+        method = getattr(Optimizer, name)
+        setattr(Optimizer, name, getattr(method, "__wrapped__", method))
+
+
 def _kill(group: int) -> bool:
     """Ends all processes of a group; whether there were any."""
     try:

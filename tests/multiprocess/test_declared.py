@@ -109,6 +109,23 @@ def test_views_and_elementwise_groups(world_size: int) -> None:
                 torch.testing.assert_close(value, state["state"][number][key], rtol=2e-6, atol=2e-6)
 
 
+def with_a_flipped_bit() -> list[list[str]]:
+    """What differs before and after a bit of rank 1 was flipped, of momentum and then of a value a row."""
+    optimizer, parameters = built()
+    step(optimizer, parameters, 1)
+    said = [optimizer.check_replicas()]
+    for key in ("momentum", "second_moment"):
+        if dist.get_rank() == 1:
+            optimizer.state[parameters[1]][key].view(torch.int32)[0, 0] ^= 1
+        said.append(optimizer.check_replicas())
+    return said
+
+
+def test_values_a_row_of_divided_columns_are_copies() -> None:
+    wanted = [[], [], ["weight1 (second_moment) differs: ranks [0, 2] and ranks [1]"]]
+    assert pool(3).run(with_a_flipped_bit) == [wanted] * 3
+
+
 def resume(saved: dict[str, Any] | None) -> tuple[list[Tensor], list[str]]:
     """The parts after one step, a load and two more; and why the state of another rank is refused."""
     optimizer, parameters = built()
@@ -176,7 +193,7 @@ def test_ranks_that_do_not_declare_alike_all_raise() -> None:
     with pytest.raises(RankError) as caught:
         pool(3).run(build_unlike)
     assert set(caught.value.errors) == {0, 1, 2}
-    assert "parameters with declared shards" in str(caught.value)
+    assert "rank 0 of parameter 0 of group 0, axis 0 of (8, 4), rank 1 of nothing" in str(caught.value)
 
 
 def refused(optimizer: str, shape: tuple[int, ...], shard: Any, match: str, **options: Any) -> None:

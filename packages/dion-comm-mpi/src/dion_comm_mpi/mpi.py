@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dion_comm_mpi._imports import MPI
+from dion_comm_mpi.buffers import Staged
+from dion_comm_mpi.communicators import Communicators, communicators, done_within
 from dion_comm_mpi.launch import abort_together
 from dion_core.collectives import Handle, Reduction, TransportError, adjacent, num_bytes, report_call
 
-logger = logging.getLogger("dion_core")
-
 TIMEOUT = 600.0
 """Seconds that a collective may take if nothing else is said, as with torch's NCCL groups."""
-_SPIN = 1e-3
-"""Seconds that a wait asks without a pause."""
-_PAUSE = 5e-5
 _HALF = (torch.bfloat16, torch.float16)
 _TYPES = {
     torch.float32: MPI.FLOAT,
@@ -45,8 +39,9 @@ def mpi_group(communicator: MPI.Intracomm | None = None, *, timeout: float = TIM
         timeout: seconds that a collective may take.
 
     Raises:
-        ValueError: the timeout is not positive, or the MPI library was started for fewer threads than needed, or
-            torch.distributed has other ranks.
+        ValueError: the timeout is not positive, the communicator is none of this rank, the MPI library was started for
+            fewer threads than needed, or torch.distributed has other ranks.
+        TransportError: a rank did not come within the time-out.
     """
     if not timeout > 0:
         raise ValueError(f"timeout={timeout!r} is not allowed: a number of seconds > 0")
@@ -55,51 +50,13 @@ def mpi_group(communicator: MPI.Intracomm | None = None, *, timeout: float = TIM
             'MPI was started for one thread only; set `mpi4py.rc.thread_level = "serialized"` (or "multiple", the '
             "default) before MPI is imported, since a step may run on another thread than the main one"
         )
+    given = communicator if communicator is not None else MPI.COMM_WORLD
+    if not isinstance(given, MPI.Intracomm) or given == MPI.COMM_NULL:
+        raise ValueError(f"{given!r} is not allowed: an intracommunicator of which this rank is one")
     abort_together()
-    own = _own_communicator(communicator if communicator is not None else MPI.COMM_WORLD)
-    numbers = tuple(own.allgather(dist.get_rank() if dist.is_initialized() else own.Get_rank()))
-    if len(set(numbers)) < len(numbers):
-        raise ValueError(
-            f"torch.distributed numbers the ranks of the communicator {list(numbers)}: initialize it on all of them "
-            "or on none, with rank=communicator.Get_rank()"
-        )
-    return MpiGroup(_Communicators(own, numbers), numbers, timeout)
-
-
-def _own_communicator(communicator: MPI.Intracomm) -> MPI.Intracomm:
-    """A duplicate that only this package sends through, made once for every communicator."""
-    key = _keyval()
-    known = communicator.Get_attr(key)
-    if isinstance(known, MPI.Intracomm):
-        return known
-    own = communicator.Dup()
-    communicator.Set_attr(key, own)
-    return own
-
-
-@lru_cache(maxsize=1)
-def _keyval() -> int:
-    return MPI.Comm.Create_keyval()
-
-
-class _Communicators:
-    """The communicators of a group and of its parts, each made when something is sent through it first.
-
-    Plans are compared over the whole group before that, so that a rank that cannot make its plan leaves no other one
-    waiting for it here.
-    """
-
-    def __init__(self, whole: MPI.Intracomm, numbers: tuple[int, ...]) -> None:
-        self.whole = whole
-        self.numbers = numbers
-        self._made: dict[tuple[int, ...], MPI.Intracomm] = {numbers: whole}
-
-    def of(self, ranks: tuple[int, ...]) -> MPI.Intracomm:
-        """That of some of the ranks, which call together where it is new."""
-        if ranks not in self._made:
-            part = self.whole.Get_group().Incl([self.numbers.index(rank) for rank in ranks])
-            self._made[ranks] = self.whole.Create_group(part)
-        return self._made[ranks]
+    number = dist.get_rank() if dist.is_initialized() else given.Get_rank()
+    made = communicators(given, number, timeout)
+    return MpiGroup(made, made.numbers, timeout)
 
 
 @dataclass(frozen=True)
@@ -116,7 +73,7 @@ class MpiGroup:
         label: what collectives are for, in errors.
     """
 
-    communicators: _Communicators
+    communicators: Communicators
     ranks: tuple[int, ...]
     timeout: float = TIMEOUT
     label: str = field(default="", compare=False)
@@ -127,12 +84,16 @@ class MpiGroup:
     @property
     def communicator(self) -> MPI.Intracomm:
         """Of these ranks. Collective where it is used first."""
-        return self.communicators.of(self.ranks)
+        return self.communicators.of(self.ranks, self.timeout)
 
-    @cached_property
+    @property
     def number(self) -> int:
         """The global number of this rank."""
-        return self.communicators.numbers[self.communicators.whole.Get_rank()]
+        return self.communicators.number
+
+    def meet(self, what: str) -> None:
+        """Returns once all ranks of the group have called it; a TransportError says who did not, and what they make."""
+        self.communicators.meet(self.ranks, what, self.timeout)
 
     @cached_property
     def rank(self) -> int:
@@ -163,7 +124,7 @@ class MpiGroup:
         whole = adjacent(outputs)
         target = tensor.new_empty(sum(output.numel() for output in outputs)) if whole is None else whole
 
-        def start(sent: _Staged, received: _Staged) -> MPI.Request:
+        def start(sent: Staged, received: Staged) -> MPI.Request:
             return self.communicator.Iallgatherv(sent.buffer, [received.buffer, lengths, _starts(lengths), MPI.BYTE])
 
         def finish() -> None:
@@ -176,7 +137,7 @@ class MpiGroup:
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
         wide = tensor.float() if tensor.dtype in _HALF else tensor
 
-        def start(sent: _Staged, received: _Staged) -> MPI.Request:
+        def start(sent: Staged, received: Staged) -> MPI.Request:
             return self.communicator.Iallreduce(
                 MPI.IN_PLACE, [received.buffer, _TYPES[wide.dtype]], _operation(reduction)
             )
@@ -188,7 +149,7 @@ class MpiGroup:
         wide = tensor.float() if tensor.dtype in _HALF else tensor
         target = output if wide is tensor else torch.empty(output.shape, dtype=wide.dtype, device=output.device)
 
-        def start(sent: _Staged, received: _Staged) -> MPI.Request:
+        def start(sent: Staged, received: Staged) -> MPI.Request:
             kind = _TYPES[wide.dtype]
             return self.communicator.Ireduce_scatter_block(
                 [sent.buffer, kind], [received.buffer, kind], _operation(reduction)
@@ -198,7 +159,7 @@ class MpiGroup:
         return self._launch("reduce_scatter", sizes, wide, target, start, lambda: _keep(output, target))
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
-        def start(sent: _Staged, received: _Staged) -> MPI.Request:
+        def start(sent: Staged, received: Staged) -> MPI.Request:
             return self.communicator.Ibcast([received.buffer, MPI.BYTE], root=source)
 
         return self._launch("broadcast", [num_bytes(tensor) * (source == self.rank)] * self.size, tensor, tensor, start)
@@ -210,7 +171,7 @@ class MpiGroup:
             [split * tensor.element_size() for split in splits] for splits in (output_splits, input_splits)
         )
 
-        def start(sent: _Staged, received: _Staged) -> MPI.Request:
+        def start(sent: Staged, received: Staged) -> MPI.Request:
             return self.communicator.Ialltoallv(
                 [sent.buffer, sent_sizes, _starts(sent_sizes), MPI.BYTE],
                 [received.buffer, received_sizes, _starts(received_sizes), MPI.BYTE],
@@ -224,13 +185,13 @@ class MpiGroup:
         sizes: Sequence[int],
         tensor: Tensor,
         target: Tensor,
-        start: Callable[[_Staged, _Staged], MPI.Request],
+        start: Callable[[Staged, Staged], MPI.Request],
         finish: Callable[[], None] = lambda: None,
     ) -> Handle:
         report_call(name, self.size, sizes, self.label)
         what = f"{name} for {self.label or 'the optimizer'} on rank {self.number} among ranks {self.ranks}"
-        sent = _Staged(tensor.detach(), filled=True)
-        received = sent if target is tensor else _Staged(target.detach(), filled=False)
+        sent = Staged(tensor.detach(), filled=True)
+        received = sent if target is tensor else Staged(target.detach(), filled=False)
         try:
             request = start(sent, received)
         except MPI.Exception as error:
@@ -238,30 +199,11 @@ class MpiGroup:
         return _Pending(request, (sent, received), finish, what, self.timeout)
 
 
-class _Staged:
-    """What MPI reads or writes for a tensor: its own memory, or pinned host memory that stands for it."""
-
-    def __init__(self, tensor: Tensor, *, filled: bool) -> None:
-        self._tensor, self._host = tensor, tensor
-        if tensor.is_cuda:
-            if not knows_gpus():
-                self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                if filled:
-                    self._host.copy_(tensor, non_blocking=True)
-            torch.cuda.current_stream(tensor.device).synchronize()
-        self.buffer = MPI.buffer.fromaddress(self._host.data_ptr(), num_bytes(self._host))
-
-    def bring(self) -> None:
-        """Copies what has arrived to where it belongs, on the current stream."""
-        if self._host is not self._tensor:
-            self._tensor.copy_(self._host, non_blocking=True)
-
-
 class _Pending:
     """A request to wait for."""
 
     def __init__(
-        self, request: MPI.Request, ends: tuple[_Staged, _Staged], finish: Callable[[], None], what: str, timeout: float
+        self, request: MPI.Request, ends: tuple[Staged, Staged], finish: Callable[[], None], what: str, timeout: float
     ) -> None:
         self._request: MPI.Request | None = request
         self._ends, self._finish, self._what = ends, finish, what
@@ -270,19 +212,22 @@ class _Pending:
     def wait(self) -> None:
         if self._request is None:
             return
-        start = time.monotonic()
         try:
-            while not self._request.Test():
-                waited = time.monotonic() - start
-                if waited > self._timeout:
-                    raise TransportError(f"{self._what} failed: it did not end within {self._timeout:g} s")
-                if waited > _SPIN:
-                    time.sleep(_PAUSE)
+            if not done_within(self._timeout, self._request.Test):
+                raise TransportError(f"{self._what} failed: it did not end within {self._timeout:g} s")
         except MPI.Exception as error:
             raise TransportError(f"{self._what} failed: {error}") from error
         self._request = None
         self._ends[1].bring()
         self._finish()
+
+    def __del__(self) -> None:
+        """MPI may still write to the memory of what nobody waits for any more, which then stays."""
+        if self._request is not None:
+            _abandoned.append((self._request, self._ends))
+
+
+_abandoned: list[object] = []
 
 
 def _keep(tensor: Tensor, result: Tensor) -> None:
@@ -296,18 +241,3 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 def _operation(reduction: Reduction) -> MPI.Op:
     return MPI.SUM if reduction == "sum" else MPI.MAX
-
-
-@lru_cache(maxsize=1)
-def knows_gpus() -> bool:
-    """Whether the MPI library reads and writes GPU memory; where it does not that is logged, once."""
-    library, answer = ctypes.CDLL(None), ctypes.c_int()
-    supported = False
-    if hasattr(library, "MPIX_Query_cuda_support"):  # Open MPI
-        supported = bool(library.MPIX_Query_cuda_support())
-    elif hasattr(library, "MPIX_GPU_query_support"):  # MPICH; 0 is CUDA
-        supported = library.MPIX_GPU_query_support(0, ctypes.byref(answer)) == 0 and bool(answer.value)
-    if not supported:
-        name = MPI.Get_library_version().splitlines()[0]
-        logger.warning("%s does not know GPUs: their tensors travel through pinned host memory", name)
-    return supported

@@ -72,6 +72,7 @@ class NcclGroup:
         """Of these ranks, on the current device. Collective where it is used first."""
         if self.ranks not in self.made:
             nccl = _nccl()
+            self.host.meet("a communicator of NCCL")
             name = self.host.communicator.bcast(nccl.get_unique_id() if self.rank == 0 else None)
             self.made[self.ranks] = nccl.NcclCommunicator(self.size, name, self.rank)
         return self.made[self.ranks]

@@ -138,6 +138,20 @@ def split(tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     return pieces
 
 
+def gathered_parts(part: Tensor, dim: int, lengths: Sequence[int], group: Group) -> list[Tensor]:
+    """By rank the parts of a tensor that is divided along one dimension. Collective.
+
+    Args:
+        part: this rank's.
+        dim: the dimension.
+        lengths: by rank, how long the part is along it.
+        group: the ranks, named for what is gathered.
+    """
+    parts = [part.new_empty((*part.shape[:dim], length, *part.shape[dim + 1 :])) for length in lengths]
+    group.all_gather([each.view(-1) for each in parts], part.detach().contiguous().view(-1)).wait()
+    return parts
+
+
 def adjacent(outputs: Sequence[Tensor]) -> Tensor | None:
     """One tensor over all outputs where they are equally long and lie back to back, else None."""
     first, length = outputs[0], outputs[0].numel()

@@ -19,6 +19,7 @@ from dion_core.collectives import Group
 from dion_core.declared import SHARD
 from dion_core.meshes import split_dim
 from dion_core.placements import local_tensor
+from dion_core.tiling import divided
 
 _CHUNK = 2**22
 """Elements that are reduced at a time, which bounds the memory that is needed."""
@@ -49,13 +50,16 @@ def copied_tensors(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """By name all parameters of the groups and their state, each with its parameter, as `differing_copies` takes them.
 
-    Without those of declared shards, of which nobody holds copies.
+    Of declared shards without what is divided among the ranks, of which nobody holds copies: what is left are values a
+    row where columns are divided, and counts of steps.
     """
     tensors = {}
-    for parameter in [each for group in groups if group.get(SHARD) is None for each in group["params"]]:
-        tensors[names[parameter]] = parameter, parameter
+    for shard, parameter in [(group.get(SHARD), each) for group in groups for each in group["params"]]:
+        if shard is None:
+            tensors[names[parameter]] = parameter, parameter
         for key, value in state.get(parameter, {}).items():
-            tensors[f"{names[parameter]} ({key})"] = value, parameter
+            if shard is None or not divided(key, value, shard.axis % parameter.ndim):
+                tensors[f"{names[parameter]} ({key})"] = value, parameter
     return tensors
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Protocol
 
 from dion_core.collectives import Group, TransportError
 
 ENTRY_POINT_GROUP = "dion.groups"
 KNOWN_PACKAGES = {"mpi": "dion-comm-mpi", "nccl": "dion-comm-mpi"}
 """Which package brings the groups that the project itself makes."""
+
+
+class Communicator(Protocol):
+    """What a communicator of mpi4py is known by, which need not be installed."""
+
+    def Get_rank(self) -> int: ...
+
+    def Get_size(self) -> int: ...
 
 
 def available_groups() -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from dion_core.collectives import Group, SoloGroup
 from dion_core.declared import check_declared
-from dion_core.groups import foreign_group
+from dion_core.groups import Communicator, foreign_group
 from dion_core.meshes import mesh_group
 from dion_core.options import check_parameter
 from dion_core.placements import local_tensor
 from dion_core.process_groups import TorchGroup, divides, group_of
 from dion_core.views import check_views, warn_of_views
 
-ProcessGroupLike = Any
-"""A process group or mesh of torch, the name of an installed group, a communicator of mpi4py, a `Group`, or None."""
+ProcessGroupLike: TypeAlias = str | Communicator | Group | ProcessGroup | DeviceMesh | None
+"""The name of an installed group, a communicator of mpi4py, a `Group`, or what torch.distributed has."""
 
 
 def replica_group(group: ProcessGroupLike) -> Group:

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 
-from dion_core.collectives import Group, SoloGroup
+from dion_core.collectives import Group, SoloGroup, gathered_parts
 from dion_core.layout import Segment, shard_segments
-from dion_core.process_groups import ordered_group_of
+from dion_core.process_groups import divided, ordered_group_of
 
 # Private in every version of torch so far, and from some version on not derived from Shard.
 _StridedShard: type | None = getattr(placement_types, "_StridedShard", None)
@@ -112,10 +112,8 @@ def whole_tensor(tensor: DTensor) -> Tensor:
     part = tensor.to_local().detach()
     for dim, of_dim in axes.splits.items():
         lengths = [length for _, length in axes.segments(dim, tensor.shape[dim])]
-        pieces = [part.new_empty((*part.shape[:dim], length, *part.shape[dim + 1 :])) for length in lengths]
         group = axes.group(of_dim).named("a whole tensor")
-        group.all_gather([piece.view(-1) for piece in pieces], part.contiguous().view(-1)).wait()
-        part = torch.cat(pieces, dim)
+        part = torch.cat(gathered_parts(part, dim, lengths, group), dim)
     return part
 
 
@@ -129,6 +127,8 @@ def axes_group(mesh: DeviceMesh, axes: Sequence[int]) -> Group:
     ranks, wide = _line(mesh, axes), [axis for axis in axes if mesh.size(axis) > 1]
     if not wide:
         return SoloGroup()
+    if (part := divided(ranks)) is not None:  # needs no process group
+        return part
     if len(wide) == 1:
         return ordered_group_of(mesh.get_group(wide[0]), ranks)
     return ordered_group_of(_process_group(ranks), ranks)

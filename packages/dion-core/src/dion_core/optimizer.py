@@ -222,7 +222,8 @@ class MatrixOptimizer(Optimizer):
         if to is not None and to not in self._group.ranks:
             raise ValueError(f"to={to} is not allowed: the ranks of this optimizer are {list(self._group.ranks)}")
         given = gathered(self.state_dict(), self.param_groups, self._replicas)
-        whole = self._keeping.whole(given, self._parameters(), to)
+        with through(self._replicas):
+            whole = self._keeping.whole(given, self._parameters(), to)
         return whole if to in (None, self._group.ranks[self._group.rank]) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -266,7 +267,8 @@ class MatrixOptimizer(Optimizer):
     def check_replicas(self) -> list[str]:
         """Which copies of parameters and state differ between ranks, a line each by name; empty if all are bit-equal.
 
-        Of replicated parameters (DDP, HSDP) and of what is replicated beside a split; layer-wise state has no copies.
+        Of replicated parameters (DDP, HSDP) and of what is replicated beside a split; layer-wise state has no copies,
+        and of declared shards only values a row where columns are divided, and counts of steps.
         Collective, for use in between steps: it reads all of them once, and waits for the device.
         """
         assert self._plan is not None
@@ -314,8 +316,6 @@ class MatrixOptimizer(Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _agree_on_shards(self) -> None:
-        """All ranks have checked their parameters: one that failed would leave the others waiting in new groups."""
-        compare_plans(["parameters are checked"], self._group, self._device)
         agree_on_shards(self.param_groups, self._names, self._group, self._replicas, self._device)
 
     def _make_plan(self) -> Plan:

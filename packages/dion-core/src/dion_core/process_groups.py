@@ -23,8 +23,9 @@ from dion_core.collectives import (
     raise_failure,
     report_call,
     split,
+    watch_work,
 )
-from dion_core.watchdog import WATCHDOG, Watched, Work
+from dion_core.watchdog import WATCHDOG, Watched
 
 T = TypeVar("T")
 
@@ -212,14 +213,13 @@ class TorchGroup:
         watched = None
         if tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
             watched = Watched(works)
-            self._watch(watched, what, tensors[0].device)
+            WATCHDOG.watch([watched], what, *self._bound(tensors[0].device))
         return _Pending(works, tensors, what, watched)
 
-    def _watch(self, watched: Work, what: str, device: torch.device) -> None:
-        """Bounds something that runs on the device by the time-out of the process group."""
+    def _bound(self, device: torch.device) -> tuple[float, Callable[[], None]]:
+        """The seconds after which a watchdog ends what runs on the device, and how."""
         timeout: timedelta = self.process_group._get_backend(device).options._timeout
-        seconds = 0.9 * timeout.total_seconds()  # before torch's own watchdog, which names no bucket
-        WATCHDOG.watch([watched], what, seconds, self.process_group.abort)
+        return 0.9 * timeout.total_seconds(), self.process_group.abort  # before torch's own, which names no bucket
 
 
 def watch_stream(group: Group, what: str, device: torch.device) -> None:
@@ -230,9 +230,7 @@ def watch_stream(group: Group, what: str, device: torch.device) -> None:
     if hasattr(group, "watch"):  # another library's
         group.watch(what)
     elif isinstance(group, TorchGroup) and device.type == "cuda":
-        watched = Watched(())
-        watched.waited()
-        group._watch(watched, f"{what} on rank {dist.get_rank()} among ranks {group.ranks}", device)
+        watch_work(f"{what} on rank {dist.get_rank()} among ranks {group.ranks}", *group._bound(device))
 
 
 def _operation(reduction: Reduction) -> dist.ReduceOp.RedOpType:
@@ -279,11 +277,15 @@ def in_order(group: Group, ranks: Sequence[int]) -> Group:
     return group.subgroup(ranks)
 
 
+def divided(ranks: Sequence[int]) -> Group | None:
+    """These global ranks, in this order, of the group that all communicate through; None outside of `through`."""
+    return _through[-1].subgroup(ranks) if _through else None
+
+
 def group_of(process_group: dist.ProcessGroup) -> Group:
     """The ranks of a process group, which communicate through torch.distributed unless something stands in."""
-    if _through:
-        return _through[-1].subgroup(dist.get_process_group_ranks(process_group))
-    return _stand_ins.get(process_group) or TorchGroup(process_group)
+    known = divided(dist.get_process_group_ranks(process_group)) or _stand_ins.get(process_group)
+    return known or TorchGroup(process_group)
 
 
 def ordered_group_of(process_group: dist.ProcessGroup, ranks: Sequence[int]) -> Group:

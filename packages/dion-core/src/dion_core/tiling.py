@@ -13,19 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dion_core.collectives import Group
+from dion_core.collectives import Group, gathered_parts
 from dion_core.declared import SHARD, DeclaredShard
-from dion_core.layout import Segment
 from dion_core.preflight import gather_lines
 from dion_core.state import ROW_STATE
 
-_KIND = "parameters with declared shards"
+_KIND = "parameters are checked"
 
 
 def agree_on_shards(
     groups: Sequence[dict[str, Any]], names: Mapping[Tensor, str], group: Group, replicas: Group, device: torch.device
 ) -> None:
-    """The declared shards of the groups know those of all ranks. Collective if any of them is new.
+    """The declared shards of the groups know those of all ranks, which have checked their parameters. Collective.
+
+    One that has failed is known here, before the others would wait for it in new groups of ranks.
 
     Args:
         groups: parameter groups, whose shards are replaced.
@@ -39,25 +40,22 @@ def agree_on_shards(
         TransportError: ranks declare shards of other parameters, or some rank has failed.
     """
     new = [each for each in groups if each.get(SHARD) is not None and not each[SHARD].ranges]
-    if not new:
-        return
-    if replicas.size == 1:
-        for each in new:
-            each[SHARD] = replace(each[SHARD], ranges=((0, each[SHARD].size),))
-        return
-    declared = [(number, parameter) for number, each in enumerate(new) for parameter in each["params"]]
-    lines = [_line(names[parameter], parameter, new[number][SHARD], replicas) for number, parameter in declared]
-    by_rank = dict(zip(group.ranks, gather_lines(_KIND, lines, group, device), strict=True))
-    for ranks in {tuple(json.loads(line)["ranks"]): None for of_rank in by_rank.values() for line in of_rank}:
+    declared = [(each, parameter) for each in new for parameter in each["params"]] if replicas.size > 1 else []
+    lines = [_line(names[parameter], parameter, each[SHARD], replicas) for each, parameter in declared]
+    gathered_lines = zip(group.ranks, gather_lines(_KIND, lines, group, device), strict=True)
+    by_rank = {rank: [json.loads(line) for line in of_rank] for rank, of_rank in gathered_lines}
+    for ranks in {tuple(entry["ranks"]): None for of_rank in by_rank.values() for entry in of_rank}:
         # All ranks look at the parts of all, so that all raise.
-        holders = {rank: [json.loads(line) for line in by_rank[rank]] for rank in ranks}
+        holders = {rank: by_rank[rank] for rank in ranks}
         _check_same_parameters(holders)
         for of_parameter in zip(*holders.values(), strict=True):
             _check_tiling(dict(zip(ranks, of_parameter, strict=True)))
-    for place, (number, _) in enumerate(declared):
-        entries = [json.loads(by_rank[rank][place]) for rank in replicas.ranks]
-        ranges = tuple((entry["offset"], entry["length"]) for entry in entries)
-        new[number][SHARD] = replace(new[number][SHARD], ranges=ranges)
+    if replicas.size == 1:
+        for each in new:
+            each[SHARD] = replace(each[SHARD], ranges=((0, each[SHARD].size),))
+    for place, (each, _) in enumerate(declared):
+        entries = [by_rank[rank][place] for rank in replicas.ranks]
+        each[SHARD] = replace(each[SHARD], ranges=tuple((entry["offset"], entry["length"]) for entry in entries))
 
 
 def _line(name: str, parameter: Tensor, shard: DeclaredShard, replicas: Group) -> str:
@@ -118,7 +116,10 @@ def gathered(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]], re
     """
 
     def whole(value: Tensor, axis: int, shard: DeclaredShard, length: int) -> Tensor:
-        return _gathered(value, axis, shard.ranges, replicas).cpu()
+        lengths = [length for _, length in shard.ranges]
+        parts = gathered_parts(value, axis, lengths, replicas.named("the state of declared shards"))
+        in_order = sorted(range(len(parts)), key=lambda rank: shard.ranges[rank])
+        return torch.cat([parts[rank] for rank in in_order], dim=axis).cpu()
 
     changed = _mapped(state_dict, groups, whole)
     for group in changed["param_groups"]:
@@ -155,22 +156,14 @@ def _mapped(
             axis = shard.axis % parameter.ndim
             if states.get(number):
                 states[number] = {
-                    key: change(value, axis, shard, parameter.shape[axis]) if _divided(key, value, axis) else value
+                    key: change(value, axis, shard, parameter.shape[axis]) if divided(key, value, axis) else value
                     for key, value in states[number].items()
                 }
     return {**state_dict, "state": states, "param_groups": [dict(each) for each in state_dict["param_groups"]]}
 
 
-def _divided(key: str, value: Any, axis: int) -> bool:
+def divided(key: str, value: Any, axis: int) -> bool:
     """Whether a tensor of the state is divided along that axis of its parameter: values a row are not by columns."""
     if not isinstance(value, Tensor) or not value.ndim:
         return False
     return axis < value.ndim - 1 if key in ROW_STATE else True
-
-
-def _gathered(part: Tensor, axis: int, ranges: Sequence[Segment], group: Group) -> Tensor:
-    shapes = [torch.Size([*part.shape[:axis], length, *part.shape[axis + 1 :]]) for _, length in ranges]
-    outputs = [part.new_empty(shape.numel()) for shape in shapes]
-    group.named("the state of declared shards").all_gather(outputs, part.detach().contiguous().flatten()).wait()
-    in_order = sorted(range(len(ranges)), key=lambda rank: (ranges[rank][0], ranges[rank][1]))
-    return torch.cat([outputs[rank].view(shapes[rank]) for rank in in_order], dim=axis)

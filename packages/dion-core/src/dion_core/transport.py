@@ -51,7 +51,7 @@ class Bucket:
     device: torch.device
     name: str
 
-    @property
+    @cached_property
     def group(self) -> Group:
         """The ranks that hold parts of the matrices; its collectives name the bucket."""
         return self.layout.group.named(self.name)

@@ -90,10 +90,11 @@ def play(transport: Transport, case: Case, group: Group, device: torch.device, *
     trials = []
     for step in steps:
         chosen = [problem.select() for problem in step]
+        wanted = [_copy(rows) for rows in chosen]
         run(session.begin(chosen))
         moves = [
             _move(exchange, problem, rows, unused, tells=transport.outer_axes)
-            for exchange, problem, rows in zip(session.exchanges, step, chosen, strict=True)
+            for exchange, problem, rows in zip(session.exchanges, step, zip(chosen, wanted, strict=True), strict=True)
         ]
         trials += interleave(moves, in_flight=len(moves))
         session.end()
@@ -133,8 +134,11 @@ def oracle(problem: Problem, admitted: Tensor, *, backwards: bool) -> list[Tenso
     return problem.local(result)
 
 
-def _move(exchange: Exchange, problem: Problem, chosen: RowSelection, unused: float, *, tells: bool) -> Steps[Trial]:
-    momentum, spy = problem.local(problem.whole), Spy()
+def _move(
+    exchange: Exchange, problem: Problem, selected: tuple[RowSelection, RowSelection], unused: float, *, tells: bool
+) -> Steps[Trial]:
+    """A bucket's part of a step; `selected` are the rows for the transport, and a copy that it does not get."""
+    (chosen, wanted), momentum, spy = selected, problem.local(problem.whole), Spy()
     admitted = exchange.admit(chosen)
     before = _copy(admitted)
     rows = exchange.reserve(admitted)
@@ -144,14 +148,13 @@ def _move(exchange: Exchange, problem: Problem, chosen: RowSelection, unused: fl
     calls: list[Call] = []
     rounds: list[None] = []
     results = yield from _watched(exchange.orthogonalize(rows, admitted, spy), calls, rounds)
-    # What was chosen and copied is the same whenever it is made anew.
     intact = [
         *map(torch.equal, momentum, problem.local(problem.whole)),
-        _same(chosen, problem.select()),
+        _same(chosen, wanted),
         _same(admitted, before),
     ]
     modified, planned = not all(intact), exchange.traffic()
-    return Trial(problem, chosen, before, rows, results, spy, calls, planned, modified, told, len(rounds))
+    return Trial(problem, wanted, before, rows, results, spy, calls, planned, modified, told, len(rounds))
 
 
 def _write(momentum: Sequence[Tensor], admitted: RowSelection, rows: Rows, unused: float) -> None:
