@@ -20,12 +20,14 @@ from asv.machine import Machine, MachineCollection
 from asv.util import UserError
 from rich.console import Console
 
-from benchmarks import gate, side_by_side
+from benchmarks import gate, shared_environment, side_by_side
 from benchmarks.figures import ROOT, Figures, figures_of
 
-ENVIRONMENT = "shared"
+ENVIRONMENT = shared_environment.SharedEnvironment.tool_name
 COUNTS = r"^bench_counts\.Counts\."
-COMPARED = ("packages", "benchmarks", "constraints.txt")
+SUITE = ("suite", "exchanging.py", "inventories.py", "stepping.py", "worlds.py")
+COMPARED = ("packages", "constraints.txt", *(f"benchmarks/{name}" for name in SUITE))
+"""What counts depend on: the packages, and the benchmarks with the modules that they import."""
 ASV_FAILED = 2
 """asv's exit code where single benchmarks failed."""
 
@@ -56,7 +58,7 @@ def known_machine(name: str | None) -> str:
     try:
         known: str = MachineCollection.load(wanted)["machine"]
     except UserError:
-        asv("machine", "--yes", "--machine", wanted)
+        MachineCollection.save(wanted, {**Machine.get_defaults(), "machine": wanted})
         return wanted
     return known
 

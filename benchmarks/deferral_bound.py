@@ -61,11 +61,12 @@ class RecordingSession(CappedSession):
 
     def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
         counts = [selection.count_by_rank for selection in selections]
-        owners = []
+        places, num_owners = [], []
         for exchange in self.exchanges:
             assert isinstance(exchange, PooledExchange)
-            owners.append(exchange.tables.owner)
-        Recording.needed.append(rows_by_pair(counts, owners).cpu())
+            places.append(exchange.tables.place)
+            num_owners.append(len(exchange.bucket.working))
+        Recording.needed.append(rows_by_pair(counts, places, num_owners).cpu())
         return super().begin(selections)
 
 
@@ -97,11 +98,11 @@ def _pairs(buckets: Sequence[Bucket]) -> Array:
     ranks = range(buckets[0].layout.group.size)
     return np.array(
         [
-            [number, fixed_budgets(bucket, 1.0)[source][owner], bucket.offered_by_pair[source][owner], header(owner)]
+            [number, fixed_budgets(bucket, 1.0)[source][place], bucket.offered_by_pair[source][place], header(owner)]
             for number, bucket in enumerate(buckets)
             for header in [PoolPlan(bucket, [], always_pack=False).header_rows]
             for source in ranks
-            for owner in ranks
+            for place, owner in enumerate(bucket.working)
         ],
         dtype=np.float64,
     ).T
@@ -160,8 +161,9 @@ def skewed(world_size: int, fraction: float, seed: int) -> tuple[Array, Array]:
     with patch.object(deferral_skew, "_step", step):
         deferral_skew.simulate(world_size, fraction, "learned", deferral_skew.Course(SKEW_STEPS), seed)
     buckets = make_buckets([skew.shape for skew in deferral_skew.MODEL], world_size, fraction)
-    owners = [torch.tensor(bucket.owners) for bucket in buckets]
-    needed = torch.stack([rows_by_pair(counts, owners) for counts in steps])
+    places = [torch.tensor([bucket.place_of_owner[owner] for owner in bucket.owners]) for bucket in buckets]
+    num_owners = [len(bucket.working) for bucket in buckets]
+    needed = torch.stack([rows_by_pair(counts, places, num_owners) for counts in steps])
     return needed.double().numpy(), _pairs(buckets)
 
 

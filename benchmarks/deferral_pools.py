@@ -198,7 +198,11 @@ def empty_tally(bucket: Bucket) -> Tally:
     """A tally before the first step."""
     ranks = range(bucket.layout.group.size)
     plan = PoolPlan(bucket, [], always_pack=False)
-    offered = {(source, owner): bucket.offered_by_pair[source][owner] for source in ranks for owner in ranks}
+    offered = {
+        (source, owner): rows
+        for source in ranks
+        for owner, rows in zip(bucket.working, bucket.offered_by_pair[source], strict=True)
+    }
     pairs = [pair for pair, rows in offered.items() if rows]
     winners = bucket.total_rows * bucket.num_matrices
     header = sum(plan.header_rows(owner) for _, owner in pairs) / len(pairs)

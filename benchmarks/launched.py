@@ -3,7 +3,9 @@
     torchrun --nproc-per-node 2 -m benchmarks.launched HOST:PORT
 
 It is not started by hand; `benchmarks.worlds` does. Ranks, and their numbers on each machine, are those that torchrun,
-srun, Open MPI, or an MPI with Hydra tell their processes. Rank 0 reports.
+srun, Open MPI, or an MPI with Hydra tell their processes. Rank 0 reports each cell as soon as it is measured. What
+raises on one rank leaves the others out of step: the rank says so and ends, its launcher ends the others, and what is
+left is measured in a new start.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -28,8 +31,9 @@ _NAMES = (
 """(rank, world size) in the environment; mpirun inside of Slurm comes before Slurm."""
 _LOCAL_NAMES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 """The rank on this machine. srun says it by its own variable, also where it serves an MPI by PMI."""
-MEASUREMENTS = {each.__name__: each for each in (count_traffic, time_step, time_exchange)}
-_SECONDS = 300
+Measurement = Callable[[Cell, str], Figures]
+MEASUREMENTS: dict[str, Measurement] = {each.__name__: each for each in (count_traffic, time_step, time_exchange)}
+COLLECTIVE_SECONDS = 300
 
 
 def place() -> tuple[int, int, int]:
@@ -45,10 +49,19 @@ def place() -> tuple[int, int, int]:
     raise RuntimeError("started by none of torchrun, mpirun and srun: the environment names no rank")
 
 
+def _measured(measure: Measurement, cell: Cell, device: str, store: dist.Store) -> Figures:
+    """The figures; what is raised is told first, by the rank that it came from, and not by those that then miss it."""
+    try:
+        return measure(cell, device)
+    except Exception as error:
+        store.compare_set("error", "", f"{type(error).__name__}: {error}")
+        raise
+
+
 def main() -> None:
     host, port = sys.argv[1].rsplit(":", 1)
     rank, world_size, local_rank = place()
-    timeout = timedelta(seconds=_SECONDS)
+    timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
     device, backend = "cpu", "gloo"
     if torch.cuda.is_available():
@@ -64,9 +77,12 @@ def main() -> None:
     for cell in (Cell(**each) for each in job["cells"]):
         large = cell.inventory in LARGE
         if cell.world_size == world_size and large == (device == "cuda"):
-            report[cell.key] = measure(cell, device)  # what raises on one rank may hang the others: all end
-    if rank == 0:
-        store.set("report", json.dumps(report))
+            if rank == 0:
+                store.set("measuring", cell.key)
+            report[cell.key] = _measured(measure, cell, device, store)
+            dist.barrier()  # no rank is in the next cell, whose error would be told, before this one is done everywhere
+        if rank == 0:
+            store.set("report", json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
 """Nodes on one machine: network namespaces joined by a switch, over links whose speed is set.
 
 Every node is a namespace with a loopback and one link, eth0, to a switch: a bridge in a namespace of its own. Nothing
-leads from there to the machine's own network. A link is shaped at both of its ends, each way by a token bucket, with a
-delay before it if one is asked for. Needs root, and `ip` and `tc` (package iproute2).
+leads from there to the machine's own network. A link is shaped at both of its ends, each way by a token bucket. Needs
+root, and `ip` and `tc` (package iproute2).
 """
 
 from __future__ import annotations
@@ -46,11 +46,9 @@ class Link:
 
     Attributes:
         bits_per_second: None leaves it as fast as the machine moves bytes.
-        delay: seconds until a frame arrives besides.
     """
 
     bits_per_second: float | None = None
-    delay: float = 0.0
 
     def payload(self, ranks_per_node: int) -> float:
         """Bytes/s left to each of the ranks that share a link; infinite where it is not shaped."""
@@ -143,14 +141,9 @@ class Network:
         for namespace, device in (*ends, *((name, "eth0") for name in self.nodes)):
             place = ("tc", "-n", namespace, "qdisc")
             _call(*place, "delete", "dev", device, "root", check=False)
-            parent: tuple[str, ...] = ("root",)
-            if link.delay:
-                delay = ("netem", "delay", f"{1e6 * link.delay:.0f}us", "limit", str(QUEUE // MTU))
-                _call(*place, "add", "dev", device, "root", "handle", "1:", *delay)
-                parent = ("parent", "1:1")
             if link.bits_per_second is not None:
                 bucket = ("tbf", "rate", f"{link.bits_per_second:.0f}bit", "burst", str(BURST), "limit", str(QUEUE))
-                _call(*place, "add", "dev", device, *parent, *bucket)
+                _call(*place, "add", "dev", device, "root", *bucket)
 
     def enter(self, node: int) -> tuple[str, ...]:
         """What stands before a command that is to run on a node."""

@@ -51,7 +51,6 @@ class Request:
         networks: nodes, and ranks on each.
         rates: Mbit/s, or None for links without a limit; empty takes `RATES`, and `SLOWER` for more than four ranks.
         transports: by name.
-        delay: seconds until a frame arrives.
         training: of each; the transport is set.
         answer_seconds: within which each training must be done.
         minutes: after which no further training starts.
@@ -60,7 +59,6 @@ class Request:
     networks: Sequence[tuple[int, int]] = NETWORKS
     rates: Sequence[float | None] = ()
     transports: Sequence[str] = ()
-    delay: float = 0.0
     training: Training = field(default_factory=lambda: Training("full"))
     answer_seconds: float = 180.0
     minutes: float = 60.0
@@ -86,7 +84,7 @@ def measured(request: Request) -> Iterator[Row]:
         ):
             machine = machine_of(nodes.ask("profile")[0])
             for rate in request.rates_of(nodes.world_size):
-                link = Link(rate and 1e6 * rate, request.delay)
+                link = Link(rate and 1e6 * rate)
                 network.shape(link)
                 for transport in request.transports:
                     if time.monotonic() > deadline:
@@ -159,7 +157,6 @@ def results(request: Request, console: Console) -> Row:
         "torch": torch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "training": training,
-        "delay": request.delay,
         "rows": rows,
     }
 
@@ -172,7 +169,7 @@ def kept_file() -> Path:
 
 def merged(found: Row, before: Row) -> Row:
     """The rows of both, of those that are in both the ones found now; `found` alone where it was measured otherwise."""
-    if any(found[key] != before[key] for key in ("machine", "torch", "training", "delay")):
+    if any(found[key] != before[key] for key in ("machine", "torch", "training")):
         return found
     rows = {_case(row): row for row in (*before["rows"], *found["rows"])}
     return {**found, "rows": [rows[case] for case in sorted(rows)]}
@@ -209,7 +206,6 @@ def _parser() -> argparse.ArgumentParser:
         help='Mbit/s of a link, "none" for no limit (none,1000,300,100,50,20; 5 for W 8)',
     )
     parser.add_argument("--transports", default=installed, help="names with commas between (%(default)s)")
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="until a frame arrives (kernel module sch_netem)")
     parser.add_argument("--steps", type=int, default=5, help="that are measured, after two more (%(default)s)")
     parser.add_argument("--answer-seconds", type=float, default=180.0, help="a training may take (%(default)s)")
     parser.add_argument("--minutes", type=float, default=60.0, help="all may take (%(default)s)")
@@ -227,7 +223,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         networks=given.networks,
         rates=given.rates,
         transports=tuple(given.transports.split(",")),
-        delay=given.delay_ms / 1e3,
         training=Training("full", num_steps=given.steps),
         answer_seconds=given.answer_seconds,
         minutes=given.minutes,

@@ -66,7 +66,7 @@ def shaped(machine: Machine, link: Link, ranks_per_node: int, *, slower: int = 1
     """
     limit = link.payload(ranks_per_node) / slower
     between = tuple((size, min(rate, limit)) for size, rate in machine.between)
-    return replace(machine, between=between, latency=machine.latency + link.delay)
+    return replace(machine, between=between)
 
 
 def plan(question: Question, machine: Machine, transport: str, link: Link) -> Planned:

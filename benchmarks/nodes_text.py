@@ -11,8 +11,8 @@ page lays that beside ranks that really communicate: 2 or 4 "nodes", with one or
 python -m benchmarks.nodes [--networks 2x1,4x2] [--rates none,100,20] [--transports full,local] [--write]
 ```
 
-It needs Linux, root, and `ip` and `tc` (package iproute2; for `--delay-ms` also the kernel module sch_netem), and says
-what is missing. A container usually needs `--privileged`, or `--cap-add NET_ADMIN --cap-add SYS_ADMIN`.
+It needs Linux, root, and `ip` and `tc` (package iproute2), and says what is missing. A container usually needs
+`--privileged`, or `--cap-add NET_ADMIN --cap-add SYS_ADMIN`.
 `tests/multiprocess/test_nodes.py` runs the smallest of it, and is skipped with the same reason.
 
 ## How it works

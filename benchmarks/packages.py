@@ -5,7 +5,7 @@
     python benchmarks/packages.py uninstall
 
 SOURCE is the tree of the commit. KIND is asv's type of environment: "shared" has what the packages need, any other gets
-it by the constraints of this tree. Needs nothing but pip.
+it by the constraints of this tree. Needs nothing but pip, which brings hatchling.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def build(tree: Path, wheels: Path) -> None:
         sys.exit(f"no packages/*/pyproject.toml under {tree}")
     constraints = ROOT / "constraints.txt"
     pip("install", "--quiet", "-c", constraints, "hatchling")
-    pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, *found)
+    for folder in found:
+        words = ["-m", "hatchling", "build", "--target", "wheel", "--directory", str(wheels.resolve())]
+        subprocess.run([sys.executable, *words], cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
 
 def install(wheels: Path, kind: str) -> None:

@@ -2,6 +2,9 @@
 
 Its folder of packages holds links to those of the running environment, all but the packages of this project, which asv
 builds and installs for each commit. So two commits are measured with the same torch, and nothing is fetched.
+
+asv loads this module for every command that measures; what it knows of machines is then kept beside the results, not in
+the home folder.
 """
 
 from __future__ import annotations
@@ -15,6 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from asv.environment import Environment
+from asv.machine import MachineCollection
+
+MACHINES = Path(__file__).resolve().parent.parent / ".asv" / "machines.json"
+
+
+def _machines() -> str:
+    MACHINES.parent.mkdir(exist_ok=True)
+    return str(MACHINES)
+
+
+MachineCollection.get_machine_file_path = staticmethod(_machines)
 
 
 def is_of_project(name: str) -> bool:

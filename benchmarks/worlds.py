@@ -102,25 +102,44 @@ def launched(measurement: Measurement, cells: Sequence[Cell]) -> Measured:
         cells: those of other world sizes are passed over.
 
     Raises:
-        RuntimeError: a launcher ended without a report.
+        RuntimeError: a launcher ended before it measured anything.
     """
     measured: Measured = {}
     for command in launchers():
-        measured |= _launch(command, {"measurement": measurement.__name__, "cells": [cell.as_dict() for cell in cells]})
+        measured |= _launched(command, measurement, cells)
     return measured
 
 
-def _launch(command: str, job: dict[str, Any]) -> Measured:
-    """One start of a launcher. The job and the report go through a store that this process serves."""
+def _launched(command: str, measurement: Measurement, cells: Sequence[Cell]) -> Measured:
+    """The figures of one launcher, started anew for the cells after one that fails."""
+    measured: Measured = {}
+    while left := [cell for cell in cells if cell.key not in measured]:
+        job = {"measurement": measurement.__name__, "cells": [cell.as_dict() for cell in left]}
+        found, ended = _launch(command, job)
+        measured |= found
+        if ended:
+            break
+    return measured
+
+
+def _launch(command: str, job: dict[str, Any]) -> tuple[Measured, bool]:
+    """What one start of a launcher has measured, through a store of this process, and whether it got through."""
     host = _host()
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=POOL_SECONDS))
     store.set("job", json.dumps(job))
     words = [*_words(command), "-m", "benchmarks.launched", f"{host}:{store.port}"]
-    ended = subprocess.run(words, cwd=ROOT, timeout=LAUNCH_SECONDS, stdout=sys.stderr, check=False)
-    if ended.returncode or not store.check(["report"]):
+    environment = {**os.environ, "SLURM_KILL_BAD_EXIT": "1"}  # srun would leave the other ranks waiting
+    ended = subprocess.run(words, cwd=ROOT, env=environment, timeout=LAUNCH_SECONDS, stdout=sys.stderr, check=False)
+    found: Measured = json.loads(store.get("report")) if store.check(["report"]) else {}
+    if not ended.returncode and store.check(["report"]):
+        return found, True
+    if not store.check(["measuring"]):
         raise RuntimeError(f"{shlex.join(words)} ended with {ended.returncode} and no report")
-    report: Measured = json.loads(store.get("report"))
-    return report
+    failed = store.get("measuring").decode()
+    if failed in found:  # it ended between two cells
+        return found, False
+    error = store.get("error").decode() if store.check(["error"]) else f"its ranks ended with {ended.returncode}"
+    return {**found, failed: {"error": error}}, False
 
 
 def _words(command: str) -> list[str]:

@@ -128,9 +128,10 @@ def check_by_pair(buckets: list[tuple[Bucket, RowSelection]]) -> None:
     from dion_comm_capped.kernels import places as kernels
 
     counts = [selection.count_by_rank for _, selection in buckets]
-    owners = [PoolTables.of(bucket).owner for bucket, _ in buckets]
-    there = [[each.to(device()) for each in tensors] for tensors in (counts, owners)]
-    assert_same(kernels.rows_by_pair(*there), places.rows_by_pair(counts, owners))
+    of_owner = [PoolTables.of(bucket).place for bucket, _ in buckets]
+    num_owners = [len(bucket.working) for bucket, _ in buckets]
+    there = [[each.to(device()) for each in tensors] for tensors in (counts, of_owner)]
+    assert_same(kernels.rows_by_pair(*there, num_owners), places.rows_by_pair(counts, of_owner, num_owners))
 
 
 def check_waiting(bucket: Bucket, chosen: RowSelection, admitted: RowSelection, *, step: int) -> None:

@@ -1,9 +1,13 @@
 """What benchmarks of steps measure, in a pool and through a launcher, against the plan of a step and what it sends."""
 
+import os
+import time
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 
-from benchmarks import stepping, worlds
+from benchmarks import launched, stepping, worlds
 from benchmarks.exchanging import time_exchange
 from benchmarks.stepping import COUNTED, TIMED, Cell, Running, count_memory, count_traffic, time_step
 from dion_core.collectives import observe
@@ -86,3 +90,39 @@ def test_a_launcher_measures_what_the_pool_measures(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(worlds.LAUNCHER, "false")
     with pytest.raises(RuntimeError, match="no report"):
         worlds.everywhere(count_traffic, cells)
+
+
+FAULTY = """
+from dataclasses import dataclass
+from dion_comm_varlen import Varlen
+
+@dataclass(frozen=True)
+class Faulty(Varlen):
+    def open(self, buckets):
+        if buckets[0].group.rank == 1:
+            raise RuntimeError("rank 1 has no such thing")
+        return super().open(buckets)
+"""
+
+
+@pytest.mark.slow
+def test_a_launcher_goes_on_after_a_cell_that_fails_on_one_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The rank that fails leaves the other one waiting, which must not take as long as a collective may."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    metadata = tmp_path / "faulty-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[dion.transports]\nfaulty = faulty:Faulty\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(worlds.LAUNCHER, "torchrun --standalone --nproc-per-node 2")
+    first, bad, last = (Cell(name, "tiny", 2, 0.25) for name in ("full", "faulty", "local"))
+    started = time.monotonic()
+    measured = worlds.everywhere(count_traffic, [first, bad, last])
+    assert list(measured) == [first.key, bad.key, last.key]
+    assert measured[first.key].keys() == measured[last.key].keys() == FIGURES
+    assert "rank 1 has no such thing" in measured[bad.key]["error"]
+    assert time.monotonic() - started < launched.COLLECTIVE_SECONDS

@@ -1,12 +1,14 @@
 """The gate on counts, and how what asv has kept is read and laid side by side, on figures made up here."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import compare, page
-from benchmarks.figures import Figures, Name, described, figures_of
+from benchmarks.figures import ROOT, Figures, Name, described, figures_of
 from benchmarks.gate import accepted_rises, describe, judge
 from benchmarks.side_by_side import comparisons, formatted
 from tests.benchmark_results import COMMIT, keep
@@ -147,3 +149,17 @@ def test_rises_are_accepted_by_lines_of_commit_messages(repository: Path) -> Non
     commit(repository, "second\n\nAccepted-rise: *(local, *) because it is wanted\nAccepted-rise: *\n", "b")
     commit(repository, "third", "c")
     assert compare.accepted_between("HEAD~2", "HEAD") == {"*(local, *)": "it is wanted"}
+
+
+def test_what_is_compared_is_what_the_suite_imports() -> None:
+    code = "import sys; import benchmarks.suite.bench_counts, benchmarks.suite.bench_steps; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    modules = {name.split(".")[1] for name in loaded.split() if name.startswith("benchmarks.")}
+    assert modules == {name.removesuffix(".py") for name in compare.SUITE}
+
+
+def test_asv_keeps_nothing_outside_the_checkout() -> None:
+    home = {**os.environ, "HOME": "/nonexistent"}
+    code = "import benchmarks.shared_environment, asv.machine as m; print(m.MachineCollection.get_machine_file_path())"
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=home, check=True, capture_output=True, text=True)
+    assert Path(told.stdout.strip()) == ROOT / ".asv" / "machines.json"

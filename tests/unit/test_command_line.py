@@ -132,7 +132,11 @@ def test_doctor_finds_this_environment() -> None:
     assert result.exit_code == (0 if content["healthy"] else 1)
     for each in found.values():
         assert each["state"] == "ok" or each["remedy"], each
-    assert torch.__version__ in CliRunner().invoke(app, ["doctor"]).stdout
+    shown = CliRunner().invoke(app, ["doctor"]).stdout
+    assert max(map(len, shown.splitlines())) <= doctor.COLUMNS == 80
+    for each in found.values():
+        assert each["what"] in shown
+        assert {*each["found"].split(), *each["remedy"].split()} <= set(shown.split())
 
 
 def test_doctor_refuses_versions_that_do_not_match(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,9 +41,9 @@ def test_a_link_is_shared_by_the_ranks_of_a_node() -> None:
 
 
 def test_a_shaped_machine_is_limited_where_messages_were_faster() -> None:
-    slow = shaped(MACHINE, Link(80e6, delay=1e-3), 1, slower=2)
+    slow = shaped(MACHINE, Link(80e6), 1, slower=2)
     assert slow.between == ((1e4, 1e6), (1e6, pytest.approx(5e6 / NODES_OF_ONE)))
-    assert slow.latency == pytest.approx(1.1e-3)
+    assert slow.latency == MACHINE.latency
     assert slow.in_node == MACHINE.in_node
 
 
@@ -69,7 +69,7 @@ def test_figures_are_medians_of_steps_over_ranks() -> None:
 
 
 def result(rows: list[dict[str, object]], *, torch: str = "2") -> dict[str, object]:
-    return {"machine": "m", "torch": torch, "training": {}, "delay": 0.0, "rows": rows, "date": torch}
+    return {"machine": "m", "torch": torch, "training": {}, "rows": rows, "date": torch}
 
 
 def row(mbit: float | None, transport: str, exchange: float) -> dict[str, object]:

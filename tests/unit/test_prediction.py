@@ -1,8 +1,10 @@
 """Predicted times by hand, bytes by link, and the figures of the public review threads."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -238,6 +240,14 @@ def test_a_mesh_grows_by_nodes() -> None:
     assert grown(MeshShape(2, 4, replicate=2, shard=4), 16) == MeshShape(4, 4, replicate=2, shard=8)
 
 
+def test_rows_over_fewer_ranks_than_there_are() -> None:
+    """Owners are numbered among all ranks that share the work, copies of shards too."""
+    asked = inventory("5120x8", MeshShape(2, 4, replicate=2, shard=4))
+    found = compare(asked, H200, transports={"full": "full"}).answers[0]
+    square, tall = (newton_schulz_flops(rows // 4, 5120) for rows in (5120, 20480))
+    assert (33 * square + 16 * tall) / 8 <= found.flops < (33 * square + 16 * tall) / 4
+
+
 def test_profiles_are_kept_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     save(SLOW, path)
@@ -260,3 +270,27 @@ def test_models_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     }.items():
         with pytest.raises(ModelError, match=message):
             groups_of(source, torch.float32)
+
+
+def calls_of(transport: str, world_size: int) -> int:
+    """Calls, of Python and of builtins, that plan a step: they are alike in every run, as no clock is."""
+    question = inventory("5120x8", MeshShape.of(world_size // 8, 8))
+    calls, before = 0, sys.getprofile()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        plans(question, transport)
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize("transport", ["capped", "full", "uniform"])
+def test_planning_takes_no_more_work_for_a_rank_of_many(transport: str) -> None:
+    """Pairs of ranks grow with the square: nothing may go over all of them."""
+    calls_of(transport, 64)  # what is computed once a process
+    assert calls_of(transport, 1024) < 4 * calls_of(transport, 256)

@@ -18,7 +18,7 @@ from dion_core.packing import binomial_capacity
 from dion_core.transport import Bucket
 
 Counts = tuple[int, ...]
-"""Rows by pair, for all buckets: bucket after bucket, source after source, owner after owner."""
+"""Rows by pair, for all buckets: bucket after bucket, source after source, and each rank that owns a matrix."""
 
 LOOKS_BACK = (4, 8)
 """Observed steps whose mean tells what a pair will need: few where needs drift, many where they scatter."""
@@ -44,7 +44,7 @@ PATIENCE = 8
 
 
 def fixed_budgets(bucket: Bucket, capacity: float | None) -> list[list[int]]:
-    """budgets[source][owner] = ceil(c * n), n the rows expected if winners scatter at random over the ranks.
+    """budgets[source][d] = ceil(c * n), n the rows that rank `working[d]` expects if winners scatter at random.
 
     Args:
         bucket: its owners and rows.
@@ -52,12 +52,10 @@ def fixed_budgets(bucket: Bucket, capacity: float | None) -> list[list[int]]:
     """
     world_size = bucket.layout.group.size
     budgets = []
-    for owner in range(world_size):
+    for owner in bucket.working:
         expected = len(bucket.owned(owner)) * bucket.total_rows / world_size
-        if expected:
-            factor = binomial_capacity(expected, world_size) if capacity is None else capacity
-            expected = math.ceil(factor * expected - 1e-9)
-        budgets.append(int(expected))
+        factor = binomial_capacity(expected, world_size) if capacity is None else capacity
+        budgets.append(math.ceil(factor * expected - 1e-9))
     return [budgets] * world_size
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from dion_comm_capped.budgets import LearnedBudgets, fixed_budgets
 from dion_comm_capped.ops import admit, read_headers, rows_by_pair, slots, write_headers_
 from dion_comm_capped.pool import COUNT_BYTES, Budgets, PoolPlan, PoolTables
-from dion_core.layout import Axis, RowTables
+from dion_core.layout import Axis
 from dion_core.newton_schulz import Orthogonalizer
 from dion_core.ops import spread_
 from dion_core.packing import SlotExchange, SlotPlan, orthogonalize_rows
@@ -54,12 +54,9 @@ class PooledExchange(Exchange):
         self.tables = PoolTables.of(bucket)
         # Until budgets are known every slot is sent.
         self.use(bucket.offered_by_pair)
-        ranks = range(bucket.group.size)
-        offered = [sum(bucket.offered(rank, matrix) for rank in ranks) for matrix in range(bucket.num_matrices)]
+        offered = map(sum, zip(*bucket.offered_by_rank, strict=True))
         self.has_choice = max(offered, default=0) > bucket.total_rows
-        first = RowTables(bucket.layout, torch.device("cpu")).rank_of_row[:, : bucket.total_rows]
-        lowest = torch.zeros(len(ranks), bucket.num_matrices, dtype=torch.int64)
-        self._lowest = lowest.scatter_add_(0, first.T, torch.ones_like(first.T)).to(bucket.device)  # (W, N)
+        self._lowest = bucket.lowest_rows.to(bucket.device)
 
     def use(self, budgets: Budgets) -> None:
         """Takes new budgets, alike on every rank at the same step."""
@@ -160,7 +157,11 @@ class CappedSession(Session):
         ]
         if pooled:
             counts = [selection.count_by_rank for _, selection in pooled]
-            needed = rows_by_pair(counts, [exchange.tables.owner for exchange, _ in pooled])
+            needed = rows_by_pair(
+                counts,
+                [exchange.tables.place for exchange, _ in pooled],
+                [len(exchange.bucket.working) for exchange, _ in pooled],
+            )
             if self._stretched:
                 self._apply(self._budgets)
             if self._options.capacity == "learned" and self._learned.started:
@@ -185,14 +186,13 @@ class CappedSession(Session):
     def state_dict(self) -> dict[str, Any]:
         """The learned budgets and the counts that are still to be used. Waits for the device."""
         return {
-            "ranks": [exchange.bucket.group.size for exchange in self._pooled],
+            "pairs": self._shapes,
             "learned": self._learned.state_dict(),
             "pending": [copy.values().tolist() for copy in self._copies],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        ranks = [exchange.bucket.group.size for exchange in self._pooled]
-        if self._options.capacity != "learned" or state_dict.get("ranks") != ranks:
+        if self._options.capacity != "learned" or state_dict.get("pairs") != self._shapes:
             return
         self._learned.load_state_dict(state_dict["learned"])
         self._copies = deque(_Copy(torch.tensor(counts)) for counts in state_dict["pending"])
@@ -228,10 +228,14 @@ class CappedSession(Session):
     def _apply(self, of_all: Sequence[int]) -> None:
         self.sizes += 1
         budgets = list(of_all)
-        for exchange in self._pooled:
-            size = exchange.bucket.group.size
-            of_bucket, budgets = budgets[: size * size], budgets[size * size :]
-            exchange.use([of_bucket[rank * size : (rank + 1) * size] for rank in range(size)])
+        for exchange, (ranks, owners) in zip(self._pooled, self._shapes, strict=True):
+            of_bucket, budgets = budgets[: ranks * owners], budgets[ranks * owners :]
+            exchange.use([of_bucket[rank * owners : (rank + 1) * owners] for rank in range(ranks)])
+
+    @property
+    def _shapes(self) -> list[list[int]]:
+        """[W, D] of every bucket with pools: its pairs are those of a source and a rank that owns a matrix."""
+        return [[each.bucket.group.size, len(each.bucket.working)] for each in self._pooled]
 
     @property
     def _pooled(self) -> list[PooledExchange]:

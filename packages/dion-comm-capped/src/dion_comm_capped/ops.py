@@ -62,13 +62,13 @@ def read_headers(
     return places.read_headers(arrived, count_by_rank, tables, chunks, **limits)
 
 
-def rows_by_pair(counts: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
+def rows_by_pair(counts: Sequence[Tensor], of_owner: Sequence[Tensor], num_owners: Sequence[int]) -> Tensor:
     """Flat rows chosen by bucket and pair: see `places.rows_by_pair`."""
     if all(map(_on_device, counts)):
         from dion_comm_capped.kernels import places as kernels
 
-        return kernels.rows_by_pair(counts, owners)
-    return places.rows_by_pair(counts, owners)
+        return kernels.rows_by_pair(counts, of_owner, num_owners)
+    return places.rows_by_pair(counts, of_owner, num_owners)
 
 
 def _on_device(tensor: Tensor) -> bool:

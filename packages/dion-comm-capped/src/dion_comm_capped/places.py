@@ -83,15 +83,16 @@ def read_headers(
     return count, chunks.forward_first[:, None] + before, chunks.back_first[:, None] + before
 
 
-def rows_by_pair(counts: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
-    """Flat int64: for every bucket (W, W) rows chosen by source and owner.
+def rows_by_pair(counts: Sequence[Tensor], places: Sequence[Tensor], num_owners: Sequence[int]) -> Tensor:
+    """Flat int64: for every bucket (W, D) rows chosen by source and owner.
 
     Args:
         counts: of every bucket (W, N) int64, the rows chosen by source and matrix.
-        owners: of every bucket (N,) int64.
+        places: of every bucket (N,) int64, the place of every matrix' owner among the D.
+        num_owners: of every bucket D.
     """
     pairs = []
-    for count, owner in zip(counts, owners, strict=True):
-        by_owner = count.new_zeros(len(count), len(count))
-        pairs.append(by_owner.index_add_(1, owner, count).flatten())
+    for count, place, owners in zip(counts, places, num_owners, strict=True):
+        by_owner = count.new_zeros(len(count), owners)
+        pairs.append(by_owner.index_add_(1, place, count).flatten())
     return torch.cat(pairs)

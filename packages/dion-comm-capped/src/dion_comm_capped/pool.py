@@ -24,7 +24,7 @@ COUNT_BYTES = 4
 """Bytes of one count in the header."""
 
 Budgets = Sequence[Sequence[int]]
-"""budgets[source][owner]: rows that the pair may send in a step."""
+"""budgets[source][d]: rows that the source may send in a step to rank `bucket.working[d]`."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,15 @@ class PoolPlan:
 
     def packed(self, source: int, owner: int) -> bool:
         """Whether the pair sends a pool with a header, or every slot that the source can offer."""
-        offered = self.bucket.offered_by_pair[source][owner]
-        shorter = self.budgets[source][owner] + self.header_rows(owner) < offered
-        return offered > 0 and (shorter or self.always_pack)
+        offered = self._of_pair(self.bucket.offered_by_pair, source, owner)
+        if not offered:
+            return False
+        return self.always_pack or self._of_pair(self.budgets, source, owner) + self.header_rows(owner) < offered
 
     def capacity(self, source: int, owner: int) -> int:
         """Rows of momentum that the pair can send in a step."""
-        offered = self.bucket.offered_by_pair[source][owner]
-        return min(self.budgets[source][owner], offered) if self.packed(source, owner) else offered
+        offered = self._of_pair(self.bucket.offered_by_pair, source, owner)
+        return min(self._of_pair(self.budgets, source, owner), offered) if self.packed(source, owner) else offered
 
     def header(self, source: int, owner: int) -> int:
         """Rows of the pair's header; 0 if it is not packed."""
@@ -86,6 +87,10 @@ class PoolPlan:
             ]
         there = on_device(tables, self.bucket.device)
         return Chunks(*there[:4]), Chunks(*there[4:])
+
+    def _of_pair(self, by_pair: Sequence[Sequence[int]], source: int, owner: int) -> int:
+        place = self.bucket.place_of_owner.get(owner)
+        return 0 if place is None else by_pair[source][place]
 
     @property
     def _row_bytes(self) -> int:
@@ -130,6 +135,7 @@ class PoolTables:
 
     Attributes:
         owner: (N,) of every matrix.
+        place: (N,) the place of the owner among the D that own matrices: `Bucket.working`.
         number: (N,) its place among those of the same owner.
         offered: (N,) the most rows of it that this rank can have chosen.
         order: (N,) the matrices by owner, then by number.
@@ -139,6 +145,7 @@ class PoolTables:
     """
 
     owner: Tensor
+    place: Tensor
     number: Tensor
     offered: Tensor
     order: Tensor
@@ -151,11 +158,12 @@ class PoolTables:
         """The tables of a bucket, seen from its rank."""
         rank, ranks = bucket.group.rank, range(bucket.group.size)
         pools = [bucket.owned(owner) for owner in ranks]
-        number = {matrix: place for pool in pools for place, matrix in enumerate(pool)}
-        owner, place, offered, order, pool_start, owned, slot_start = on_device(
+        numbers = {matrix: number for pool in pools for number, matrix in enumerate(pool)}
+        owner, place, number, offered, order, pool_start, owned, slot_start = on_device(
             [
                 bucket.owners,
-                [number[matrix] for matrix in range(bucket.num_matrices)],
+                [bucket.place_of_owner[owner] for owner in bucket.owners],
+                [numbers[matrix] for matrix in range(bucket.num_matrices)],
                 [bucket.offered(rank, matrix) for matrix in range(bucket.num_matrices)],
                 [matrix for pool in pools for matrix in pool],
                 list(accumulate(map(len, pools), initial=0)),
@@ -168,4 +176,5 @@ class PoolTables:
             ],
             bucket.device,
         )
-        return cls(owner, place, offered, order, pool_start, owned, slot_start.view(len(ranks), len(pools[rank])))
+        slot_start = slot_start.view(len(ranks), len(pools[rank]))
+        return cls(owner, place, number, offered, order, pool_start, owned, slot_start)

@@ -29,10 +29,10 @@ class UniformPlan(SlotPlan):
     def _longest(self) -> int:
         longest = 0
         for of_source in self.slots:
-            to_owner = [0] * len(self.slots)
+            to_owner = dict.fromkeys(self.bucket.working, 0)
             for owner, rows in zip(self.bucket.owners, of_source, strict=True):
                 to_owner[owner] += rows
-            longest = max(longest, *to_owner)
+            longest = max(longest, *to_owner.values())
         return longest
 
     def rows_between(self, source: int, owner: int) -> int:

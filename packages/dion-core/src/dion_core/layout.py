@@ -111,9 +111,15 @@ class Layout:
 
     def rows(self, rank: int, matrix: int) -> int:
         """How many rows (whole ones, or pieces of rows where columns are split) the rank holds."""
-        if self.axis is Axis.COLUMNS:
-            return self.shape[0]
-        return sum(length for _, length in self.segments[rank][matrix])
+        return self.shape[0] if self.axis is Axis.COLUMNS else self._held[rank][matrix]
+
+    @cached_property
+    def _held(self) -> tuple[tuple[int, ...], ...]:
+        """What every rank holds of every matrix along the split axis, which for most is one piece."""
+        return tuple(
+            tuple(pieces[0][1] if len(pieces) == 1 else sum(length for _, length in pieces) for pieces in of_rank)
+            for of_rank in self.segments
+        )
 
     def max_rows(self, rank: int) -> int:
         """The most rows that the rank holds of any matrix."""

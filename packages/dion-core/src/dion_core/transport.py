@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dion_core.collectives import Group
 from dion_core.collectives import TransportError as TransportError
-from dion_core.layout import Axis, Layout
+from dion_core.layout import Axis, Layout, RowTables
 from dion_core.newton_schulz import Orthogonalizer
 from dion_core.rows import Rows, RowSelection
 from dion_core.steps import Steps, done
@@ -72,7 +72,16 @@ class Bucket:
 
     def offered(self, rank: int, matrix: int) -> int:
         """The most rows of a matrix that the rank offers."""
-        return min(self.max_rows, self.layout.rows(rank, matrix))
+        return self.offered_by_rank[rank][matrix]
+
+    @cached_property
+    def offered_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """offered_by_rank[rank][matrix] = the most rows of a matrix that the rank offers."""
+        matrices = range(self.num_matrices)
+        return tuple(
+            tuple(min(self.max_rows, self.layout.rows(rank, matrix)) for matrix in matrices)
+            for rank in range(self.layout.group.size)
+        )
 
     def owned(self, rank: int) -> tuple[int, ...]:
         """The matrices that the rank orthogonalizes, ascending."""
@@ -91,13 +100,30 @@ class Bucket:
         return torch.tensor(self.owned(self.rank), dtype=torch.int64, device=self.device)
 
     @cached_property
+    def working(self) -> tuple[int, ...]:
+        """The D ranks that own a matrix, ascending: of thousands of ranks only these are owners of a pair."""
+        return tuple(sorted(set(self.owners)))
+
+    @cached_property
+    def place_of_owner(self) -> dict[int, int]:
+        """For each rank that owns a matrix, its place in `working`."""
+        return {owner: place for place, owner in enumerate(self.working)}
+
+    @cached_property
     def offered_by_pair(self) -> tuple[tuple[int, ...], ...]:
-        """offered_by_pair[source][owner] = the most rows that a rank offers of all matrices that another one owns."""
-        ranks = range(self.layout.group.size)
-        return tuple(
-            tuple(sum(self.offered(source, matrix) for matrix in self.owned(owner)) for owner in ranks)
-            for source in ranks
-        )
+        """offered_by_pair[source][d] = the most rows that a rank offers of all matrices that rank `working[d]` owns."""
+        pools = [self.owned(owner) for owner in self.working]
+        return tuple(tuple(sum(map(offered.__getitem__, pool)) for pool in pools) for offered in self.offered_by_rank)
+
+    @cached_property
+    def lowest_rows(self) -> Tensor:
+        """(W, N) int64 on the CPU: the rows of each rank among the first ones that are taken of every matrix.
+
+        That is who wins where all rows are equal. Only for matrices whose rows are split.
+        """
+        first = RowTables(self.layout, torch.device("cpu")).rank_of_row[:, : self.total_rows].T
+        counts = torch.zeros(self.layout.group.size, self.num_matrices, dtype=torch.int64)
+        return counts.scatter_add_(0, first, torch.ones_like(first))
 
     @cached_property
     def slots_by_rank(self) -> tuple[int, ...]:

@@ -171,37 +171,37 @@ def read_headers(
     return count, start, back
 
 
-@triton.jit(do_not_specialize=["num_matrices", "num_ranks"])
+@triton.jit(do_not_specialize=["num_matrices", "num_owners"])
 def _rows_by_pair_kernel(
-    count, owner, pairs, num_matrices, num_ranks, RANKS: tl.constexpr, BLOCK: tl.constexpr
+    count, place, pairs, num_matrices, num_owners, OWNERS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One source: how many of its rows go to every owner.
 
-    Example: counts 5 2 4 of matrices with owners 1 0 1 give 2 9.
+    Example: counts 5 2 4 of matrices whose owners have places 1 0 1 give 2 9.
     """
     source = tl.program_id(0).to(tl.int64)
-    rank = tl.arange(0, RANKS)
-    rows = tl.zeros([RANKS], tl.int64)
+    owner = tl.arange(0, OWNERS)
+    rows = tl.zeros([OWNERS], tl.int64)
     first = 0
     while first < num_matrices:
         matrix = first + tl.arange(0, BLOCK)
         chosen = tl.load(count + source * num_matrices + matrix, mask=matrix < num_matrices, other=0)
-        of = tl.load(owner + matrix, mask=matrix < num_matrices, other=-1)
-        rows += tl.sum(tl.where(of[None, :] == rank[:, None], chosen[None, :], 0), 1)
+        of = tl.load(place + matrix, mask=matrix < num_matrices, other=-1)
+        rows += tl.sum(tl.where(of[None, :] == owner[:, None], chosen[None, :], 0), 1)
         first += BLOCK
-    tl.store(pairs + source * num_ranks + rank, rows, mask=rank < num_ranks)
+    tl.store(pairs + source * num_owners + owner, rows, mask=owner < num_owners)
 
 
-def rows_by_pair(counts: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
+def rows_by_pair(counts: Sequence[Tensor], places: Sequence[Tensor], num_owners: Sequence[int]) -> Tensor:
     """The same as `dion_comm_capped.places.rows_by_pair` gives, in one launch a bucket."""
-    sizes = [len(count) ** 2 for count in counts]
+    sizes = [len(count) * owners for count, owners in zip(counts, num_owners, strict=True)]
     pairs = torch.empty(sum(sizes), dtype=torch.int64, device=counts[0].device)
-    for count, owner, of_bucket in zip(counts, owners, pairs.split(sizes), strict=True):
+    for count, place, owners, of_bucket in zip(counts, places, num_owners, pairs.split(sizes), strict=True):
         num_ranks, num_matrices = count.shape
-        ranks = power_of_two(num_ranks)
+        block = power_of_two(owners)
         launch(
             _rows_by_pair_kernel, num_ranks, pairs.device,
-            count.contiguous(), owner, of_bucket, num_matrices, num_ranks,
-            warps=4, RANKS=ranks, BLOCK=max(1, min(power_of_two(max(num_matrices, 1)), TILE // ranks)),
+            count.contiguous(), place, of_bucket, num_matrices, owners,
+            warps=4, OWNERS=block, BLOCK=max(1, min(power_of_two(max(num_matrices, 1)), TILE // block)),
         )  # fmt: skip
     return pairs

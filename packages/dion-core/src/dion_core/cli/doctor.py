@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import textwrap
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
@@ -14,7 +15,7 @@ import torch
 import typer
 
 from dion_core import groups, registry
-from dion_core.cli.output import print_json, print_line, print_table
+from dion_core.cli.output import print_json, print_line
 from dion_core.registry import available_transports
 from dion_core.transport import TransportError
 
@@ -25,6 +26,9 @@ TRITON = "3.6"
 TRIED_SECONDS = 60.0
 """That an import in another process may take."""
 MPI_REMEDY = "install an MPI library, such as openmpi-bin of Debian and Ubuntu"
+
+COLUMNS, INDENT = 80, 26
+"""Of the printed lines, and of what was found in them."""
 
 State = Literal["ok", "optional", "missing"]
 
@@ -53,13 +57,27 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] =
     if as_json:
         print_json({"healthy": healthy, "findings": [asdict(each) for each in findings]})
     else:
-        print_table(
-            "",
-            ("", "state", "found", "to do"),
-            [(each.what, each.state, each.found, each.remedy) for each in findings],
-        )
+        for each in findings:
+            print_line("\n".join(_lines(each)))
         print_line("nothing is missing" if healthy else "something is missing: see above")
     raise typer.Exit(0 if healthy else 1)
+
+
+def _lines(finding: Finding) -> list[str]:
+    """What was found, and below it what to do."""
+    found = _wrapped(finding.found, f"{finding.what:<16} {finding.state:<8} ")
+    return [*found, *_wrapped(finding.remedy, " " * INDENT + "-> ")]
+
+
+def _wrapped(text: str, start: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        COLUMNS,
+        initial_indent=start,
+        subsequent_indent=" " * INDENT,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def examined() -> list[Finding]:

@@ -213,7 +213,7 @@ def _most_flops(buckets: Sequence[MatrixBucket], world_size: int) -> float:
         bucket = entry.bucket
         flops = newton_schulz_flops(bucket.total_rows, bucket.shape[1])
         for owner in bucket.owners:
-            load[bucket.layout.group.ranks[owner]] += flops
+            load[bucket.layout.ranks[owner]] += flops
     return max(load)
 
 

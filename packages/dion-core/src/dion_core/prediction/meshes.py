@@ -98,11 +98,15 @@ class Seat:
 
     def __init__(self, ranks: Sequence[int], taken: int) -> None:
         self.ranks = tuple(ranks)
-        self.taken = taken
+        self.take(taken)
+
+    def take(self, rank: int) -> None:
+        """Makes this process that global rank, which is one of `ranks`."""
+        self._place = self.ranks.index(rank)
 
     @property
     def rank(self) -> int:
-        return self.ranks.index(self.taken)
+        return self._place
 
     @property
     def size(self) -> int:

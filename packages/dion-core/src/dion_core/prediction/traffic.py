@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dion_core.buckets import MatrixBucket
@@ -29,7 +30,7 @@ from dion_core.prediction.models import Groups
 from dion_core.report import Report, make_report, workspace_bytes
 from dion_core.rows import RowSelection
 from dion_core.steps import run
-from dion_core.transport import Transport
+from dion_core.transport import Bucket, Transport
 
 OPTIMIZERS: Mapping[str, type[MatrixOptimizer]] = {
     kind.__name__.lower(): kind for kind in (Muon, NorMuon, Dion2, NorDion2)
@@ -126,10 +127,11 @@ def plans(question: Question, transport: str | Transport) -> list[RankPlan]:
         with as_rank(mesh, rank) as device_mesh, torch.no_grad():
             plan = _made(question, transport, device_mesh)
             wanted = _outermost(plan, mesh.world_size) if wanted is None else wanted
-            found[rank] = _seen(plan, mesh, rank)
+            spread = [even_counts(entry.bucket) for entry in plan.transported]
+            found[rank] = _seen(plan, mesh, rank, spread)
             for other in sorted(wanted - set(found)):
                 if _take_seats(plan, other):
-                    found[other] = _seen(plan, mesh, other)
+                    found[other] = _seen(plan, mesh, other, spread)
     return [found[rank] for rank in sorted(found)]
 
 
@@ -148,18 +150,18 @@ def _take_seats(plan: Plan, rank: int) -> bool:
     if len(seats) < len(groups) or any(rank not in seat.ranks for seat in seats):
         return False
     for seat in seats:
-        seat.taken = rank
+        seat.take(rank)
     return True
 
 
-def _seen(plan: Plan, mesh: MeshShape, rank: int) -> RankPlan:
-    """The plan as it is on a rank whose seats are taken, opened there."""
+def _seen(plan: Plan, mesh: MeshShape, rank: int, spread: Sequence[Tensor]) -> RankPlan:
+    """The plan as it is on a rank whose seats are taken, opened there; a step chooses the rows of `spread`."""
     for entry in plan.buckets:
         _bring_to_host(entry)
     plan.open()
     at_start = _report(plan)
     if plan.session is not None:
-        run(plan.session.begin([even_choice(entry) for entry in plan.transported]))
+        run(plan.session.begin(list(map(_choice, plan.transported, spread))))
     traffic = [_traffic(entry, number, plan, mesh, rank) for number, entry in enumerate(plan.buckets)]
     typical = _report(plan)
     return RankPlan(rank, plan, at_start, typical, traffic, _workspace(plan, typical))
@@ -175,12 +177,12 @@ def defaults(kind: type[MatrixOptimizer]) -> dict[str, Any]:
     }
 
 
-def even_choice(entry: MatrixBucket) -> RowSelection:
-    """A choice of as many rows as a step takes, of which every rank holds its share; ties go to the lower rank.
+def even_counts(bucket: Bucket) -> Tensor:
+    """(W, N) int64: the rows that each rank has chosen if it holds its share of them; ties go to the lower rank.
 
     2 of 8 rows over three ranks with 3, 3, 2: shares are 0.75, 0.75, 0.5, and ranks 0 and 1 have one each.
     """
-    bucket, layout = entry.bucket, entry.bucket.layout
+    layout = bucket.layout
     known: dict[Hashable, list[int]] = {}
     per_matrix = []
     for matrix in range(bucket.num_matrices):
@@ -188,7 +190,12 @@ def even_choice(entry: MatrixBucket) -> RowSelection:
         if lies not in known:
             known[lies] = _even_counts(layout, matrix, bucket.total_rows)
         per_matrix.append(known[lies])
-    count_by_rank = torch.tensor(per_matrix, dtype=torch.int64).T.contiguous()
+    return torch.tensor(per_matrix, dtype=torch.int64).T.contiguous()
+
+
+def _choice(entry: MatrixBucket, count_by_rank: Tensor) -> RowSelection:
+    """The choice with these counts, as this rank has it."""
+    bucket = entry.bucket
     shape = (bucket.num_matrices, bucket.slots_by_rank[bucket.group.rank])
     numbers = torch.zeros(1, dtype=torch.int64).expand(shape)
     ratio, age = torch.ones(1).expand(shape), torch.zeros(1, dtype=torch.int32).expand(shape)
