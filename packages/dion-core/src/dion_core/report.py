@@ -21,7 +21,7 @@ from dion_core.transport import Traffic
 Report = dict[str, Any]
 
 TABLE_BYTES = 64
-"""At most, for each row of a bucket on this rank: scores, indices, places and factors of a step."""
+"""At most, for each row of a bucket whose score is known here: scores, indices, places and factors of a step."""
 
 
 def make_report(
@@ -93,8 +93,8 @@ def workspace_bytes(plan: Plan, reports: Sequence[Report], inside: Sequence[int]
     """
     buffers = []
     for target, report in zip(plan.targets, reports, strict=True):
-        bucket = target.bucket.bucket
-        rows = bucket.layout.max_rows(bucket.group.rank)
+        bucket, gathers = target.bucket.bucket, target.bucket.selector.needs_all_scores
+        rows = bucket.shape[0] if gathers else bucket.layout.max_rows(bucket.group.rank)
         tables = TABLE_BYTES * bucket.num_matrices * (rows + bucket.layout.group.size)
         buffers.append(report["traffic"]["bytes"] + tables)
     starts = range(max(1, len(buffers) - BUCKETS_IN_FLIGHT + 1)) if buffers else ()
