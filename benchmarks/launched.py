@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.exchanging import time_exchange
 from benchmarks.stepping import LARGE, Cell, Figures, count_traffic, time_step
+from benchmarks.worlds import Measurement
 
 _NAMES = (
     ("RANK", "WORLD_SIZE"),
@@ -31,7 +31,6 @@ _NAMES = (
 """(rank, world size) in the environment; mpirun inside of Slurm comes before Slurm."""
 _LOCAL_NAMES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 """The rank on this machine. srun says it by its own variable, also where it serves an MPI by PMI."""
-Measurement = Callable[[Cell, str], Figures]
 MEASUREMENTS: dict[str, Measurement] = {each.__name__: each for each in (count_traffic, time_step, time_exchange)}
 COLLECTIVE_SECONDS = 300
 
@@ -54,7 +53,7 @@ def _measured(measure: Measurement, cell: Cell, device: str, store: dist.Store) 
     try:
         return measure(cell, device)
     except Exception as error:
-        store.compare_set("error", "", f"{type(error).__name__}: {error}")
+        store.compare_set("error", "", json.dumps([cell.key, f"{type(error).__name__}: {error}"]))
         raise
 
 

@@ -115,7 +115,13 @@ def _launched(command: str, measurement: Measurement, cells: Sequence[Cell]) -> 
     measured: Measured = {}
     while left := [cell for cell in cells if cell.key not in measured]:
         job = {"measurement": measurement.__name__, "cells": [cell.as_dict() for cell in left]}
-        found, ended = _launch(command, job)
+        try:
+            found, ended = _launch(command, job)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            if not measured:
+                raise
+            print(f"{error}; {len(left)} cells are left out", file=sys.stderr)
+            break
         measured |= found
         if ended:
             break
@@ -133,13 +139,15 @@ def _launch(command: str, job: dict[str, Any]) -> tuple[Measured, bool]:
     found: Measured = json.loads(store.get("report")) if store.check(["report"]) else {}
     if not ended.returncode and store.check(["report"]):
         return found, True
+    if store.check(["error"]):  # the rank that failed may be in a cell that rank 0 has not begun
+        failed, error = json.loads(store.get("error"))
+        return {**found, failed: {"error": error}}, False
     if not store.check(["measuring"]):
         raise RuntimeError(f"{shlex.join(words)} ended with {ended.returncode} and no report")
     failed = store.get("measuring").decode()
     if failed in found:  # it ended between two cells
         return found, False
-    error = store.get("error").decode() if store.check(["error"]) else f"its ranks ended with {ended.returncode}"
-    return {**found, failed: {"error": error}}, False
+    return {**found, failed: {"error": f"its ranks ended with {ended.returncode}"}}, False
 
 
 def _words(command: str) -> list[str]:

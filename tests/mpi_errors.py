@@ -66,6 +66,22 @@ def one_is_absent() -> None:
     raise RuntimeError("a rank is absent")
 
 
+def one_is_late() -> None:
+    """A rank comes to a new communicator when the other one has given up."""
+    MPI.COMM_WORLD.Barrier()
+    group = mpi_group(timeout=0.5)
+    MPI.COMM_WORLD.Barrier()
+    if group.rank == 1:
+        time.sleep(1.5)
+    try:
+        group.subgroup((1, 0)).all_reduce(torch.ones(1), "sum")
+    except TransportError as error:
+        Path(sys.argv[2], f"{group.rank}.txt").write_text(str(error))
+    while len(list(Path(sys.argv[2]).iterdir())) < 2:
+        time.sleep(0.01)
+    raise RuntimeError("a rank was late")
+
+
 def one_thread() -> None:
     """MPI was started for one thread."""
     optimizer(timeout=1.0)

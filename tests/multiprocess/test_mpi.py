@@ -195,6 +195,16 @@ def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
         ]
 
 
+def test_a_rank_that_comes_too_late_is_not_left_alone(tmp_path: Path) -> None:
+    ended = mpirun(2, "-m", "tests.mpi_errors", "one_is_late", tmp_path, seconds=60.0)
+    assert ended.code not in (0, None), ended.output
+    for rank in (0, 1):
+        said = (tmp_path / f"{rank}.txt").read_text()
+        assert said == (
+            f"making a communicator of ranks (1, 0) on rank {rank} failed: ranks [{1 - rank}] did not come within 0.5 s"
+        )
+
+
 def test_a_library_for_one_thread_is_refused() -> None:
     ended = mpirun(1, "-m", "tests.mpi_errors", "one_thread", seconds=90.0)
     assert ended.code not in (0, None), ended.output

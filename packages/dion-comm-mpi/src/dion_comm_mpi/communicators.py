@@ -16,8 +16,8 @@ from dion_core.collectives import TransportError
 _SPIN = 1e-3
 """Seconds that a wait asks without a pause."""
 _PAUSE = 5e-5
-_TAGS = 2**15
-"""Every MPI library has so many."""
+_TAGS = 2**14
+"""Every MPI library has twice as many."""
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: None)  # there may be more ranks than cores
 
 
@@ -72,7 +72,13 @@ class Communicators:
         Raises:
             TransportError: some did not within the time-out, with their numbers.
         """
-        tag, nothing = zlib.crc32(repr(ranks).encode()) % _TAGS, bytearray()
+        tag = 2 * (zlib.crc32(repr(ranks).encode()) % _TAGS)
+        for turn in range(2):  # who gives up in the first sends nothing in the second: a late rank gives up too
+            self._exchange_signs(ranks, what, timeout, tag + turn)
+
+    def _exchange_signs(self, ranks: tuple[int, ...], what: str, timeout: float, tag: int) -> None:
+        """An empty message from each of the ranks to each."""
+        nothing = bytearray()
         places = {rank: self.numbers.index(rank) for rank in ranks if rank != self.number}
         sent = [self.whole.Isend([nothing, MPI.BYTE], place, tag) for place in places.values()]
         missing = {rank: self.whole.Irecv([nothing, MPI.BYTE], place, tag) for rank, place in places.items()}
@@ -93,6 +99,10 @@ class Communicators:
         MPI.Request.Waitall(sent)
 
 
+abandoned: list[object] = []
+"""Requests that nobody waits for any more, with the memory that MPI may still write to."""
+
+
 def communicators(given: MPI.Intracomm, number: int, timeout: float) -> Communicators:
     """Those of all ranks of a communicator, made once for it. Collective.
 
@@ -108,7 +118,7 @@ def communicators(given: MPI.Intracomm, number: int, timeout: float) -> Communic
     whole = given.Get_attr(_keyval())
     if not isinstance(whole, MPI.Intracomm):
         whole, duplicated = given.Idup()
-        _wait_for_all(duplicated, given, timeout)
+        _wait_for_all(duplicated, given, timeout, kept=whole)
         given.Set_attr(_keyval(), whole)
     numbers = _all_numbers(whole, number, timeout)
     of_whole = whole.Get_attr(_keyval())
@@ -119,8 +129,9 @@ def communicators(given: MPI.Intracomm, number: int, timeout: float) -> Communic
 
 def _all_numbers(whole: MPI.Intracomm, number: int, timeout: float) -> tuple[int, ...]:
     by_rank = torch.empty(whole.Get_size(), dtype=torch.int64)
-    gathered = whole.Iallgather([torch.tensor([number]), MPI.INT64_T], [by_rank, MPI.INT64_T])
-    _wait_for_all(gathered, whole, timeout)
+    own = torch.tensor([number])
+    gathered = whole.Iallgather([own, MPI.INT64_T], [by_rank, MPI.INT64_T])
+    _wait_for_all(gathered, whole, timeout, kept=(own, by_rank))
     numbers = tuple(by_rank.tolist())
     if len(set(numbers)) < len(numbers):
         raise ValueError(
@@ -130,8 +141,9 @@ def _all_numbers(whole: MPI.Intracomm, number: int, timeout: float) -> tuple[int
     return numbers
 
 
-def _wait_for_all(request: MPI.Request, given: MPI.Intracomm, timeout: float) -> None:
+def _wait_for_all(request: MPI.Request, given: MPI.Intracomm, timeout: float, *, kept: object) -> None:
     if not done_within(timeout, request.Test):
+        abandoned.append((request, kept))
         raise TransportError(
             f"making the group of the {given.Get_size()} ranks of a communicator failed on its rank "
             f"{given.Get_rank()}: another one did not come within {timeout:g} s"

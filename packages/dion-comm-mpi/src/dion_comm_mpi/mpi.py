@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dion_comm_mpi._imports import MPI
 from dion_comm_mpi.buffers import Staged
-from dion_comm_mpi.communicators import Communicators, communicators, done_within
+from dion_comm_mpi.communicators import Communicators, abandoned, communicators, done_within
 from dion_comm_mpi.launch import abort_together
 from dion_core.collectives import Handle, Reduction, TransportError, adjacent, num_bytes, report_call
 
@@ -36,7 +36,7 @@ def mpi_group(communicator: MPI.Intracomm | None = None, *, timeout: float = TIM
 
     Args:
         communicator: an intracommunicator of mpi4py; None takes the world.
-        timeout: seconds that a collective may take.
+        timeout: seconds that a collective may take, and the making of a communicator.
 
     Raises:
         ValueError: the timeout is not positive, the communicator is none of this rank, the MPI library was started for
@@ -125,7 +125,8 @@ class MpiGroup:
         target = tensor.new_empty(sum(output.numel() for output in outputs)) if whole is None else whole
 
         def start(sent: Staged, received: Staged) -> MPI.Request:
-            return self.communicator.Iallgatherv(sent.buffer, [received.buffer, lengths, _starts(lengths), MPI.BYTE])
+            pieces = [received.buffer, lengths, _starts(lengths), MPI.BYTE]
+            return self.communicator.Iallgatherv([sent.buffer, MPI.BYTE], pieces)
 
         def finish() -> None:
             if whole is None:
@@ -224,10 +225,7 @@ class _Pending:
     def __del__(self) -> None:
         """MPI may still write to the memory of what nobody waits for any more, which then stays."""
         if self._request is not None:
-            _abandoned.append((self._request, self._ends))
-
-
-_abandoned: list[object] = []
+            abandoned.append((self._request, self._ends))
 
 
 def _keep(tensor: Tensor, result: Tensor) -> None:

@@ -31,7 +31,7 @@ def nccl_group(communicator: MPI.Intracomm | None = None, *, timeout: float = TI
 
     Raises:
         ImportError: CuPy is missing, or finds no NCCL.
-        ValueError: as `mpi_group`.
+        ValueError, TransportError: as `mpi_group`.
     """
     _nccl()
     return NcclGroup(mpi_group(communicator, timeout=timeout))

@@ -19,7 +19,7 @@ from dion_core.collectives import Group
 from dion_core.declared import SHARD
 from dion_core.meshes import split_dim
 from dion_core.placements import local_tensor
-from dion_core.tiling import divided
+from dion_core.tiling import is_divided
 
 _CHUNK = 2**22
 """Elements that are reduced at a time, which bounds the memory that is needed."""
@@ -58,7 +58,7 @@ def copied_tensors(
         if shard is None:
             tensors[names[parameter]] = parameter, parameter
         for key, value in state.get(parameter, {}).items():
-            if shard is None or not divided(key, value, shard.axis % parameter.ndim):
+            if shard is None or not is_divided(key, value, shard.axis % parameter.ndim):
                 tensors[f"{names[parameter]} ({key})"] = value, parameter
     return tensors
 

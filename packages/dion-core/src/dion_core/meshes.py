@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 
 from dion_core.collectives import Group, SoloGroup, gathered_parts
 from dion_core.layout import Segment, shard_segments
-from dion_core.process_groups import divided, ordered_group_of
+from dion_core.process_groups import ordered_group_of, part_of_all
 
 # Private in every version of torch so far, and from some version on not derived from Shard.
 _StridedShard: type | None = getattr(placement_types, "_StridedShard", None)
@@ -127,7 +127,7 @@ def axes_group(mesh: DeviceMesh, axes: Sequence[int]) -> Group:
     ranks, wide = _line(mesh, axes), [axis for axis in axes if mesh.size(axis) > 1]
     if not wide:
         return SoloGroup()
-    if (part := divided(ranks)) is not None:  # needs no process group
+    if (part := part_of_all(ranks)) is not None:  # needs no process group
         return part
     if len(wide) == 1:
         return ordered_group_of(mesh.get_group(wide[0]), ranks)

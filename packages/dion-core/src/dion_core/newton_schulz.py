@@ -63,9 +63,10 @@ class Orthogonalizer(Protocol):
     An implementation does not modify its input, gives each matrix a result independent of the rest of the
     batch, keeps zero rows zero and commutes with row permutations up to rounding. Its ``repr`` enters the
     plan that ranks compare, so it must be the same on every rank. It may offer ``segments(rows, columns)`` as
-    `NewtonSchulz` does; a transport that sums Gram matrices over ranks needs that. On a GPU its `of_rows` is
-    called in place of it where it has one, which may overwrite a third argument; `prepare` is called while an
-    optimizer is built, and `workspace` for reports.
+    `NewtonSchulz` does; a transport that sums Gram matrices over ranks needs that. On a GPU its
+    `of_rows(rows, place, spare)` is called in place of it where it has one: `spare` is memory that it may
+    overwrite and return its result in, or None. `prepare` is called while an optimizer is built, and
+    `workspace` for reports.
     """
 
     def __call__(self, matrices: Tensor, /) -> Tensor:
@@ -279,7 +280,7 @@ def orthogonalizer(name_or_object: str | Orthogonalizer) -> Orthogonalizer:
 
 
 def kernel_workspace(batch: int, rows: int, columns: int, segments: Sequence[Segment]) -> int:
-    """Bytes that the kernels have allocated at most at a time for (B, R, C) matrices, their result included."""
+    """Bytes that the kernels allocate at most at a time for (B, R, C) matrices, their result included; no spare."""
     small, buffers = min(rows, columns), list_products([segment.coefficients for segment in segments]).buffers
     return 2 * batch * (2 * rows * columns + buffers * small * small) + 16 * batch * rows
 

@@ -316,6 +316,7 @@ class MatrixOptimizer(Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _agree_on_shards(self) -> None:
+        """All ranks learn here if one has failed, before they would wait for it in new groups."""
         agree_on_shards(self.param_groups, self._names, self._group, self._replicas, self._device)
 
     def _make_plan(self) -> Plan:

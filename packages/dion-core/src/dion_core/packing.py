@@ -189,7 +189,7 @@ def orthogonalize_rows(
 
     On a GPU an orthogonalizer that offers `of_rows` reads them where they lie, and may overwrite `spare`.
     """
-    of_rows: Callable[..., Tensor] | None = getattr(orthogonalizer, "of_rows", None)
+    of_rows: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = getattr(orthogonalizer, "of_rows", None)
     if rows.is_cuda and of_rows is not None:
         return of_rows(rows, places(count, start, total, owned), spare)
     return orthogonalizer(collect(rows, count, start, total, owned))

@@ -277,14 +277,14 @@ def in_order(group: Group, ranks: Sequence[int]) -> Group:
     return group.subgroup(ranks)
 
 
-def divided(ranks: Sequence[int]) -> Group | None:
+def part_of_all(ranks: Sequence[int]) -> Group | None:
     """These global ranks, in this order, of the group that all communicate through; None outside of `through`."""
     return _through[-1].subgroup(ranks) if _through else None
 
 
 def group_of(process_group: dist.ProcessGroup) -> Group:
     """The ranks of a process group, which communicate through torch.distributed unless something stands in."""
-    known = divided(dist.get_process_group_ranks(process_group)) or _stand_ins.get(process_group)
+    known = part_of_all(dist.get_process_group_ranks(process_group)) or _stand_ins.get(process_group)
     return known or TorchGroup(process_group)
 
 

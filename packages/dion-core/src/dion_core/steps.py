@@ -35,9 +35,10 @@ def run(steps: Steps[T]) -> T:
 def interleave(stages: Sequence[Steps[T]], *, in_flight: int = 3) -> list[T]:
     """The results of all `stages`, in their order, with up to `in_flight` of them running in turn.
 
-    Two start at once, and another before each resumption. So the stages that run stand at different places: where each
-    sends, computes and sends back, three are enough that one computes while the rows of the next and the results of the
-    one before are under way.
+    At most two start at once; each resumption lets one more run beside them, up to `in_flight`, and what has room
+    starts before the next resumption. So the stages that run stand at different places: where each sends, computes and
+    sends back, three are enough that one computes while the rows of the next and the results of the one before are
+    under way.
 
     Example: a, b and c, which yield after each of their two messages: a sends, b sends, a computes, c sends,
     b computes, a ends, c computes, b ends, c ends.

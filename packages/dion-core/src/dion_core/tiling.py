@@ -18,7 +18,7 @@ from dion_core.declared import SHARD, DeclaredShard
 from dion_core.preflight import gather_lines
 from dion_core.state import ROW_STATE
 
-_KIND = "parameters are checked"
+_KIND = "declared shards of checked parameters"
 
 
 def agree_on_shards(
@@ -156,13 +156,13 @@ def _mapped(
             axis = shard.axis % parameter.ndim
             if states.get(number):
                 states[number] = {
-                    key: change(value, axis, shard, parameter.shape[axis]) if divided(key, value, axis) else value
+                    key: change(value, axis, shard, parameter.shape[axis]) if is_divided(key, value, axis) else value
                     for key, value in states[number].items()
                 }
     return {**state_dict, "state": states, "param_groups": [dict(each) for each in state_dict["param_groups"]]}
 
 
-def divided(key: str, value: Any, axis: int) -> bool:
+def is_divided(key: str, value: Any, axis: int) -> bool:
     """Whether a tensor of the state is divided along that axis of its parameter: values a row are not by columns."""
     if not isinstance(value, Tensor) or not value.ndim:
         return False
