@@ -178,7 +178,7 @@ def half_declared() -> str:
 
 
 def test_all_ranks_refuse_what_some_declare() -> None:
-    wanted = "half: the declared shards of axis 0 do not tile (8, 4): nobody holds 4 to 4; rank 2 [0, 4), rank 3 [5, 8)"
+    wanted = "half: the declared shards of axis 0 do not tile (8, 4): nobody holds [4, 5); rank 2 [0, 4), rank 3 [5, 8)"
     assert pool(4).run(half_declared) == [wanted] * 4
 
 

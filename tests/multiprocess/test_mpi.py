@@ -151,7 +151,7 @@ def check_refusals(by_rank: list[dict[str, Any]], world_size: int) -> None:
         for found in by_rank[1:]:
             assert found["refused"][:2] == [hole, overlap]
         assert f"weight: the declared shards of axis 0 do not tile ({4 * world_size}, 4)" in hole
-        assert f"nobody holds {4 * last + 3} to {4 * last + 3}" in hole
+        assert f"nobody holds [{4 * last + 3}, {4 * last + 4})" in hole
         assert ranges in hole
         assert f"rank {last} holds from {4 * last - 1} on what another rank holds to {4 * last - 1}" in overlap
         assert f"axis 0 of ({4 * world_size}, 4), rank {last} of weight, axis 0 of ({4 * world_size}, 5)" in columns

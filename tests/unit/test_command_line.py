@@ -154,7 +154,7 @@ def test_doctor_takes_what_is_optional_for_healthy(monkeypatch: pytest.MonkeyPat
     healthy, found = findings(monkeypatch, {"triton": "3.5.1", "dion-comm-varlen": None})
     assert healthy
     assert found["Triton"]["state"] == found["dion-comm-varlen"]["state"] == "optional"
-    assert found["Triton"]["remedy"] == "pip install 'triton==3.6.*'"
+    assert found["Triton"]["remedy"] == "pip install 'torch==2.11.*'"
     assert found["dion-comm-varlen"]["remedy"] == "pip install dion-comm-varlen"
 
 

@@ -90,7 +90,7 @@ def _check_tiling(by_rank: Mapping[int, Mapping[str, Any]]) -> None:
     end, wrong = 0, ""
     for start, stop, rank in [part for part in parts if part[1] > part[0]] + [(size, size, None)]:
         if start > end:
-            wrong = f"nobody holds {end} to {start - 1}"
+            wrong = f"nobody holds [{end}, {start})"
         elif start < end and rank is not None:
             wrong = f"rank {rank} holds from {start} on what another rank holds to {end - 1}"
         if wrong:

@@ -132,7 +132,7 @@ def _triton() -> Finding:
     version = _version("triton")
     if version is not None and version.startswith(TRITON + "."):
         return Finding("Triton", "ok", version)
-    remedy = f"pip install 'triton=={TRITON}.*'"
+    remedy = "pip install 'torch==2.11.*'"  # whose Triton it is: torch asks for one version
     found = "not installed" if version is None else f"{version}; kernels of Newton-Schulz need {TRITON}"
     return Finding("Triton", "optional", found + ": steps on a GPU are slower", remedy)
 
