@@ -59,6 +59,11 @@ def test_every_tile_of_a_rectangle_comes_once(rows: int, columns: int, band: int
     assert sorted(map(tuple, out.tolist())) == [(row, column) for row in range(rows) for column in range(columns)]
 
 
+def test_a_large_triangle_has_no_gaps() -> None:
+    count = 140
+    assert sorted(triangle(count, 2, 4)) == [(row, column) for row in range(count) for column in range(row // 2 + 1)]
+
+
 @triton.jit
 def _rows_of(out, places, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -260,13 +260,13 @@ class ByOwners:
     ) -> tuple[list[MatrixBucket], list[tuple[MatrixBucket, tuple[int, ...]]]]:
         """The matrices owned here, and those of all owners, each bucket of one shape and out of one flat bucket."""
         flat = {parameter: number for number, each in enumerate(ownership.buckets) for parameter in each.parameters}
-        by_key: dict[Hashable, list[tuple[Draft, int]]] = {}
+        by_key: dict[tuple[int, Hashable], list[tuple[Draft, int]]] = {}
         for draft in drafts:
             parameter = draft.part.member.parameter
             by_key.setdefault((flat[parameter], draft.key), []).append((draft, ownership.owners[parameter]))
         buckets: list[MatrixBucket] = []
         received: list[tuple[MatrixBucket, tuple[int, ...]]] = []
-        for _, entries in sorted(by_key.items(), key=lambda item: item[0][0]):  # type: ignore[index]
+        for _, entries in sorted(by_key.items(), key=lambda item: item[0][0]):
             entries.sort(key=lambda entry: entry[1])  # messages of all owners then stand in the order of the matrices
             own = [(_whole(draft), 0) for draft, owner in entries if owner == self._group.rank]
             sources = (len(buckets),) if own else ()
