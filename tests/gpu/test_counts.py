@@ -93,6 +93,26 @@ def test_a_step_takes_no_memory_from_the_device(transport: str) -> None:
             assert after[name] == before[name], name
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_gradients_are_not_kept(captured: bool) -> None:
+    """Who sets them to None after the step has their memory for the next forward and backward."""
+    with loopback(4, "cuda") as (mesh, _):
+        world = World("local", 4, mesh)
+        if captured:
+            world.optimizer.capture()
+        for _ in range(3):
+            world.give_gradients()
+            world.optimizer.step()
+        before = torch.cuda.memory_allocated()
+        gradients = 0
+        for parameter in world.parameters:
+            assert isinstance(parameter.grad, DTensor)
+            gradients += parameter.grad.to_local().nbytes
+            parameter.grad = None
+        assert before - torch.cuda.memory_allocated() == gradients
+        world.optimizer.release()
+
+
 @pytest.mark.parametrize("transport", ["local", "full", "capped"])
 def test_a_step_needs_no_more_memory_than_planned(transport: str) -> None:
     with loopback(4, "cuda") as (mesh, _):

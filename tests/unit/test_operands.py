@@ -1,5 +1,7 @@
 """Tensors as operands hold the values that they were given, and the state of a step is the one that a parameter has."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -102,6 +104,23 @@ def test_c45_a_tensor_without_an_address_gets_no_kernel() -> None:
         (operands,) = table.of_step(one._operands.of_step(one.state, [[gradient]]))
         for role in ("parameters", "momentum", "gradients"):
             assert isinstance(getattr(operands, role), Matrices) == by_address
+
+
+def test_gradients_are_not_kept() -> None:
+    """Who sets them to None frees their memory, also where they were looked up by address."""
+    parameter = nn.Parameter(torch.randn(SHAPE))
+    optimizer = NorDion2([parameter])
+    table = _DeviceTable(optimizer._plan.buckets, [0])
+    for _ in range(2):
+        parameter.grad = torch.randn(SHAPE)
+        gone = weakref.ref(parameter.grad)
+        optimizer.step()
+        (operands,) = table.of_step(optimizer._operands.of_step(optimizer.state, [[parameter.grad]]))
+        assert isinstance(operands.gradients, Matrices)
+        assert operands.gradients[0] is gone()
+        del operands
+        parameter.grad = None
+        assert gone() is None
 
 
 def test_a_gradient_that_is_still_on_its_way_is_waited_for() -> None:

@@ -139,7 +139,7 @@ class _DeviceTable:
         self._places = [places[start : start + len(ROLES)] for start in range(0, len(places), len(ROLES))]
         scalars = self._values.floats.unbind()
         self._scalars = [scalars[start : start + len(SCALARS)] for start in range(0, len(scalars), len(SCALARS))]
-        self._known: list[dict[str, Sequence[Any]]] = [{} for _ in buckets]
+        self._known: list[dict[str, Matrices]] = [{} for _ in buckets]
 
     def of_step(self, given: Sequence[Operands]) -> list[Operands]:
         made: list[Operands] = []
@@ -147,19 +147,16 @@ class _DeviceTable:
         values: list[float] = []
         tables = zip(given, self._places, self._scalars, self._known, self._plain, strict=True)
         for operands, places, scalars, known, plain in tables:
+            found: dict[str, Sequence[Any]] = {}
             for role, place in zip(ROLES, places, strict=True):
-                tensors = getattr(operands, role)
                 if plain:  # of different shapes or without addresses: no kernel can go through them
-                    known[role] = tensors
-                    addresses += [0] * len(place)
-                    continue
-                # Only what lies elsewhere than before is looked at again, and gradients, which are new in every step.
-                before = known.get(role)
-                if role == "gradients" or not isinstance(before, Matrices) or not before.holds(tensors):
-                    known[role] = before = _on_device(role, tensors, place, operands.parameters[0])
-                addresses += before.starts if isinstance(before, Matrices) and before.starts else [0] * len(place)
+                    found[role] = getattr(operands, role)
+                else:
+                    found[role] = _found(role, operands, place, known)
+                each = found[role]
+                addresses += (isinstance(each, Matrices) and each.starts) or [0] * len(place)
             values += [_host_value(value) for value in operands.scalars.values()]
-            made.append(Operands(**known, scalars=dict(zip(SCALARS, scalars, strict=True))))
+            made.append(Operands(**found, scalars=dict(zip(SCALARS, scalars, strict=True))))
         self._values.write(addresses, values)
         for operands, scalars in zip(given, self._scalars, strict=True):
             for value, scalar in zip(operands.scalars.values(), scalars, strict=True):
@@ -213,6 +210,17 @@ class _ParameterSource:
 def _locals(tensors: Sequence[Any], sharded: bool) -> Sequence[Any]:
     """This rank's parts; all of a bucket are DTensors, or none is."""
     return list(map(_LOCAL, tensors)) if sharded else tensors
+
+
+def _found(role: str, operands: Operands, place: Tensor, known: dict[str, Matrices]) -> Sequence[Any]:
+    """The tensors of one role by address; what lies where it did is not looked at again, but for gradients."""
+    tensors, before = getattr(operands, role), known.get(role)
+    if before is not None and before.holds(tensors):
+        return before
+    found = _on_device(role, tensors, place, operands.parameters[0])
+    if role != "gradients" and isinstance(found, Matrices):  # the memory of gradients is the user's to free
+        known[role] = found
+    return found
 
 
 def _on_device(role: str, tensors: Sequence[Any], place: Tensor, like: Tensor) -> Sequence[Any]:
