@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -28,14 +29,16 @@ ONCE_A_STEP = 25
 class World:
     """The parameters of one rank and their optimizer."""
 
-    def __init__(self, transport: str, world_size: int, mesh: torch.distributed.device_mesh.DeviceMesh) -> None:
+    def __init__(
+        self, transport: str, world_size: int, mesh: torch.distributed.device_mesh.DeviceMesh, steps: int = WARM_UP
+    ) -> None:
         self.parameters = []
         for (rows, columns), count in INVENTORY.items():
             for _ in range(count):
                 shard = torch.randn(rows // world_size, columns, device="cuda", dtype=torch.bfloat16)
                 self.parameters.append(nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)], run_check=False)))
         self.optimizer = NorDion2(self.parameters, lr=0.01, transport=transport)
-        for _ in range(WARM_UP):
+        for _ in range(steps):
             self.give_gradients()
             self.optimizer.step()
 
@@ -91,6 +94,28 @@ def test_a_step_takes_no_memory_from_the_device(transport: str) -> None:
         after = torch.cuda.memory_stats()
         for name in ("segment.all.allocated", "segment.all.freed", "allocated_bytes.all.current", "num_alloc_retries"):
             assert after[name] == before[name], name
+
+
+@pytest.mark.parametrize("transport", ["local", "full", "capped"])
+def test_what_the_first_step_launches_is_compiled_before(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the optimizer is built, but for the packing of rows and what transports launch themselves."""
+    launching = pytest.importorskip("dion_core.launching")
+    compiled: list[str] = []
+    compile_kernel = launching._compile
+
+    def compile_and_tell(kernel: Any, *arguments: Any) -> Any:
+        compiled.append(kernel.fn.__module__)
+        return compile_kernel(kernel, *arguments)
+
+    monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(launching, "_compile", compile_and_tell)
+    with loopback(4, "cuda") as (mesh, _):
+        world = World(transport, 4, mesh, steps=0)
+        assert {"dion_core.kernels.rows", "dion_core.kernels.updating"} < set(compiled)
+        compiled.clear()
+        world.give_gradients()
+        world.optimizer.step()
+    assert {name for name in compiled if not name.startswith("dion_comm_")} == {"dion_core.kernels.compaction"}
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 import ctypes
+import threading
+import time
 from types import SimpleNamespace
 
 import torch
@@ -24,13 +26,14 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from dion_core import cuda_driver
-from dion_core.launching import Descriptors, cdiv, launch, power_of_two
+from dion_core.launching import Descriptors, cdiv, compiles_only, launch, power_of_two
 
 compiled, launched = [], []
 C_TYPES = {"*fp32": ctypes.c_uint64, "*bf16": ctypes.c_uint64, "*fp16": ctypes.c_uint64, "i32": ctypes.c_int32,
            "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 SCRATCH = [ctypes.c_uint64] * 2
 unexpected = []  # C types of parameters that the driver reports in place of those expected
+contexts = {}  # of the driver, by thread
 special = {}  # what the metadata of kernels say besides
 
 
@@ -44,9 +47,28 @@ def c_types(kernel):
     return [*types, *SCRATCH]
 
 
+class LaunchConfig(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_uint64), ("attributes", ctypes.c_void_p), ("num_attributes", ctypes.c_uint),
+    ]
+
+
 class Driver:
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = contexts.get(threading.get_ident())
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        context._obj.value = 5 + device
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        contexts[threading.get_ident()] = context.value
+        return 0
+
     def cuModuleLoadData(self, module, image):
-        assert image == b"image"
+        assert image == b"image" and contexts[threading.get_ident()] == 5
         module._obj.value = 1
         return 0
 
@@ -74,13 +96,17 @@ class Driver:
         ctypes.memmove(out.value, text.ljust(128), 128)
         return 0
 
-    def cuLaunchKernel(self, function, x, y, z, threads, _, __, shared, stream, parameters, extra):
-        types = c_types(compiled[function.value - 1])
+    def cuLaunchKernelEx(self, config, function, parameters, extra):
+        said = ctypes.cast(config, ctypes.POINTER(LaunchConfig)).contents
+        x, y, z = said.grid
+        threads, shared, stream = said.block[0], said.shared, said.stream
+        assert [*said.block[1:]] == [1, 1] and not said.attributes and said.num_attributes == 0
+        types = c_types(compiled[function - 1])
         assert len(parameters) == len(types) and z == 1 and stream == 77 and extra is None
         values = [ctypes.cast(place, ctypes.POINTER(kind)).contents for place, kind in zip(parameters, types)]
         assert [value.value for value in values[-2:]] == [0, 0]
         numbers = [value.value for value in values[:-2]]
-        launched.append((function.value - 1, (x, y), threads, shared, numbers))
+        launched.append((function - 1, (x, y), threads, shared, numbers))
         return 0 if x < 1000 else 9
 
     def cuGetErrorString(self, error, text):
@@ -115,6 +141,7 @@ class Compiled:
 
 def compile_only(self, *arguments, grid, warmup, **options):
     assert warmup
+    time.sleep(0.01)  # so that threads meet
     compiled.append(Compiled(self, arguments, options))
     return compiled[-1]
 
@@ -200,6 +227,17 @@ for number, other in enumerate(("num_ctas", "launch_pdl", "launch_cooperative_gr
     special.clear()
 start(x, size=200)
 assert launched[-1][1] == (3, 1)
+
+before, number = len(launched), len(compiled)
+with compiles_only():
+    assert start(x, size=300) == number + 1 and start(x, size=300) == number + 1
+assert len(launched) == before
+assert start(x, size=300) == number + 1 and len(launched) == before + 1
+threads = [threading.Thread(target=start, args=(x,), kwargs={"size": 301}) for _ in range(4)]
+for step in (threading.Thread.start, threading.Thread.join):
+    for thread in threads:
+        step(thread)
+assert len(compiled) == number + 2 and len(launched) == before + 5
 
 try:
     launch(careless, 1, x.device, x, 5, SIZE=8, warps=4)

@@ -38,9 +38,9 @@ signature = {
     "x_direct": descriptor([1, 64, T]), "out": descriptor([1, 64, T], "bf16"),
     "w_rows": descriptor([T, TK]), "w_cols": descriptor([T * WIDE, TK]), "w_add": descriptor([64, T]),
     "w_direct": descriptor([1, 64, T]), "w_mirror": descriptor([1, T, 64]), "w_corner": descriptor([1, 64, 64]),
-    "listing": "*i32", "counters": "*i32", "total": "i32", "batch": "i32", "m": "i32", "n": "i32",
+    "listing": "*i32", "counters": "*i32", "total": "i32", "batch": "i32", "m": "i32", "n": "i32", "band": "i32",
 }
-constants = dict(WIDE=WIDE, TK=TK, BAND=4, TALL=TALL, STAGES=STAGES)
+constants = dict(WIDE=WIDE, TK=TK, TALL=TALL, STAGES=STAGES)
 signature |= dict.fromkeys(constants, "constexpr")
 source = GluonASTSource(fn=products_kernel, signature=signature, constexprs=constants, attrs={})
 options = dict(num_warps=4)

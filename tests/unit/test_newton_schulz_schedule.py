@@ -17,16 +17,16 @@ BLOCK = 256
 
 
 @triton.jit
-def _triangle(out, tiles, count, WIDE: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr):
+def _triangle(out, tiles, count, band, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row, column = triangle_tile(tl.minimum(place, tiles - 1), count, WIDE, BAND)
+    row, column = triangle_tile(tl.minimum(place, tiles - 1), count, band, WIDE)
     tl.store(out + 2 * place, row, mask=place < tiles)
     tl.store(out + 2 * place + 1, column, mask=place < tiles)
 
 
 @triton.jit
-def _rectangle(out, rows, columns, BAND: tl.constexpr):
-    row, column = rectangle_tile(tl.program_id(0), rows, columns, BAND)
+def _rectangle(out, rows, columns, band):
+    row, column = rectangle_tile(tl.program_id(0), rows, columns, band)
     tl.store(out + 2 * tl.program_id(0), row)
     tl.store(out + 2 * tl.program_id(0) + 1, column)
 
@@ -34,7 +34,7 @@ def _rectangle(out, rows, columns, BAND: tl.constexpr):
 def triangle(count: int, wide: int, band: int) -> list[tuple[int, int]]:
     tiles = sum(row // wide + 1 for row in range(count))
     out = torch.full((tiles, 2), -1, dtype=torch.int32, device=DEVICE)
-    _triangle[(-(-tiles // BLOCK),)](out, tiles, count, wide, band, BLOCK)
+    _triangle[(-(-tiles // BLOCK),)](out, tiles, count, band, wide, BLOCK)
     return [(row, column) for row, column in out.tolist()]
 
 

@@ -121,8 +121,10 @@ class MatrixBucket:
     nonfinite: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        zeros = torch.zeros(3, self.bucket.num_matrices, dtype=torch.int64, device=self.bucket.device)
-        self.chosen, self.refused, self.nonfinite = zeros.unbind()
+        count = self.bucket.num_matrices
+        # Each starts at a multiple of 16 bytes, for which kernels are compiled.
+        zeros = torch.zeros(3, count + count % 2, dtype=torch.int64, device=self.bucket.device)
+        self.chosen, self.refused, self.nonfinite = zeros[:, :count].unbind()
 
     @cached_property
     def tables(self) -> RowTables:

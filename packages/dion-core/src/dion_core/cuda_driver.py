@@ -23,6 +23,9 @@ _FREE_SHARED = 48 * 1024
 _MAP_SIZE, _MAP_ALIGNMENT = 128, 64
 _FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
 _MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_CONFIG = "<7I4xQ24x"
+"""CUlaunchConfig: grid, block and shared memory, the stream, no attributes; and bytes up to a multiple of 64."""
+_CONFIG_SIZE = struct.calcsize(_CONFIG)
 _PROMOTE_128 = 2  # of what a copy touches in the L2 cache, 128 bytes are fetched
 
 
@@ -30,16 +33,17 @@ class DriverKernel:
     """A kernel with room for its parameters; launches of several threads follow each other."""
 
     def __init__(self, function: int, threads: int, shared: int, fields: Sequence[str], offsets: Sequence[int]) -> None:
-        size, layout = 0, "<"
+        size, layout = 0, _CONFIG
         for field, offset in zip(fields, offsets, strict=True):
             layout += f"{offset - size}x{field}"
             size = offset + struct.calcsize("<" + field)
-        self._packed = struct.Struct(layout + "16x")  # last come two addresses of memory that these kernels do not use
-        self._room = ctypes.create_string_buffer(self._packed.size)
-        start = ctypes.addressof(self._room)
-        places = [start + offset for offset in (*offsets, self._packed.size - 16, self._packed.size - 8)]
+        # Last come two addresses of memory that these kernels do not use.
+        self._pack = struct.Struct(layout + "16x").pack_into
+        self._room = ctypes.create_string_buffer(_CONFIG_SIZE + size + 16)
+        self._start = ctypes.addressof(self._room)
+        places = [self._start + _CONFIG_SIZE + offset for offset in (*offsets, size, size + 8)]
         self._parameters = (ctypes.c_void_p * len(places))(*places)
-        self._function, self._threads, self._shared = ctypes.c_void_p(function), threads, shared
+        self._function, self._threads, self._shared = function, threads, shared
         self._lock = threading.Lock()
 
     def launch(self, programs: int, second: int, stream: int, values: Sequence[Any]) -> None:
@@ -52,10 +56,8 @@ class DriverKernel:
             values: of all parameters in order: addresses, numbers, and for a descriptor what `described` returns.
         """
         with self._lock:
-            self._packed.pack_into(self._room, 0, *values)
-            error = _driver().cuLaunchKernel(
-                self._function, programs, second, 1, self._threads, 1, 1, self._shared, stream, self._parameters, None
-            )
+            self._pack(self._room, 0, programs, second, 1, self._threads, 1, 1, self._shared, stream, *values)
+            error = _driver().cuLaunchKernelEx(self._start, self._function, self._parameters, None)
         if error:
             _fail("a kernel cannot be launched", error)
 
@@ -72,6 +74,7 @@ def load(compiled: Any) -> DriverKernel | None:
     driver = _driver()
     if not hasattr(driver, "cuFuncGetParamInfo"):  # since CUDA 12.4
         return None
+    _have_context()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), compiled.asm["cubin"]))
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, metadata.name.encode()))
@@ -114,6 +117,15 @@ def described(descriptor: Any, compiled: Any, number: int) -> tuple[Any, ...]:
     if error:
         _fail(f"a tensor of shape {shape} and strides {strides} cannot be described to the copy engine", error)
     return (ctypes.string_at(start, _MAP_SIZE), *shape, *strides)
+
+
+def _have_context() -> None:
+    """Makes this thread use the device's own context, as torch does, unless something has done so already."""
+    driver, context = _driver(), ctypes.c_void_p()
+    _check(driver.cuCtxGetCurrent(ctypes.byref(context)))
+    if not context:
+        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device()))
+        _check(driver.cuCtxSetCurrent(context))
 
 
 def _is_plain(metadata: Any) -> bool:
@@ -174,8 +186,7 @@ def _allow_shared(function: ctypes.c_void_p, shared: int) -> None:
 def _driver() -> Any:
     """The driver's library, with the types of what is called in every step."""
     driver = ctypes.CDLL("libcuda.so.1")
-    count = ctypes.c_uint
-    driver.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[count] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
     return driver
 
 

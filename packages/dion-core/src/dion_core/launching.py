@@ -8,7 +8,9 @@ launched through the driver (`cuda_driver`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +29,29 @@ _compiled: dict[tuple[Any, ...], tuple[DriverKernel | None, Any]] = {}
 
 _is_constant: dict[int, tuple[bool, ...]] = {}
 """By kernel (its id, since its hash is slow), for every parameter whether it is a compile-time constant."""
+
+
+_compiling: dict[tuple[Any, ...], threading.Lock] = {}
+"""By the same: held by the thread that compiles it, while others wait for it."""
+
+
+class _Thread(threading.local):
+    """What holds for the launches of one thread."""
+
+    compiles_only = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def compiles_only() -> Iterator[None]:
+    """Inside the block launches of this thread compile what they need and start nothing."""
+    _thread.compiles_only = True
+    try:
+        yield
+    finally:
+        _thread.compiles_only = False
 
 
 class Descriptors:
@@ -73,7 +98,8 @@ def launch(
     if programs == 0:
         return
     if not isinstance(kernel, triton.JITFunction):  # the interpreter
-        kernel[(programs, second)](*descriptors.descriptors, *arguments, **constants, num_warps=warps)
+        if not _thread.compiles_only:
+            kernel[(programs, second)](*descriptors.descriptors, *arguments, **constants, num_warps=warps)
         return
     current = torch.cuda.current_device()
     if device.index is not None and device.index != current:
@@ -89,7 +115,9 @@ def launch(
     known = _compiled.get(key)
     if known is None:
         options = {"num_warps": warps, "enable_fp_fusion": contracted}
-        known = _compiled[key] = _compile(kernel, (*given, *arguments), constants, options)
+        known = _compile_once(key, kernel, (*given, *arguments), constants, options)
+    if _thread.compiles_only:
+        return
     ready, compiled = known
     if ready is None:
         in_order = [constants[name] for name in kernel.arg_names[len(given) + len(arguments) :]]
@@ -117,22 +145,42 @@ def _look(kernel: Any) -> tuple[bool, ...]:
 def _look_at(arguments: Sequence[Any], is_constant: Sequence[bool]) -> tuple[tuple[Any, ...], list[Any]]:
     """What the compiler is told of arguments, and the values that a launch passes.
 
-    It is told constants, whether numbers are floating and whether they need 64 bits, and of tensors the dtype and the
-    alignment: (torch.float32, True) of one that starts at a multiple of 16 bytes.
+    It is told constants, the types of numbers, which integers need 64 bits, and of tensors the dtype and whether they
+    start at a multiple of 16 bytes: for a tensor at address 72 in fp32, the constant 5 and the integers 2**40 and 7
+    (torch.float32, 5, ("wide", 2), 2), where bit 1 of the last 2 says that the first value is not aligned.
     """
     form: list[Any] = []
     values: list[Any] = []
+    unaligned = 0
     for argument, constant in zip(arguments, is_constant, strict=False):
         if constant:
             form.append(argument)
+        elif type(argument) is int:
+            values.append(argument)
+            if not -(2**31) <= argument < 2**31:
+                form.append(("wide", len(values)))
         elif isinstance(argument, Tensor):
             address = argument.data_ptr()
             values.append(address)
-            form.append((argument.dtype, address % _ALIGNMENT == 0))
+            form.append(argument.dtype)
+            if address % _ALIGNMENT:
+                unaligned |= 1 << len(values)
         else:
             values.append(argument)
-            form.append(float if isinstance(argument, float) else -(2**31) <= argument < 2**31)
+            form.append(type(argument))
+    form.append(unaligned)
     return tuple(form), values
+
+
+def _compile_once(
+    key: tuple[Any, ...], kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], options: dict[str, Any]
+) -> tuple[DriverKernel | None, Any]:
+    """As `_compile`, kept under the key; of several threads one compiles."""
+    with _compiling.setdefault(key, threading.Lock()):
+        known = _compiled.get(key)
+        if known is None:
+            known = _compiled[key] = _compile(kernel, arguments, constants, options)
+    return known
 
 
 def _compile(

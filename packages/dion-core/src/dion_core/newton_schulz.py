@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -65,8 +65,8 @@ class Orthogonalizer(Protocol):
     plan that ranks compare, so it must be the same on every rank. It may offer ``segments(rows, columns)`` as
     `NewtonSchulz` does; a transport that sums Gram matrices over ranks needs that. On a GPU its
     `of_rows(rows, place, spare)` is called in place of it where it has one: `spare` is memory that it may
-    overwrite and return its result in, or None. `prepare` is called while an optimizer is built, and
-    `workspace` for reports.
+    overwrite and return its result in, or None. What `preparations` returns is called while an optimizer is built,
+    each in a thread of its own, and `workspace` for reports.
     """
 
     def __call__(self, matrices: Tensor, /) -> Tensor:
@@ -214,13 +214,15 @@ class NewtonSchulz:
         result: Tensor = kernels.orthogonalize_rows(rows, place, segments, spare)
         return result
 
-    def prepare(self, rows: Tensor, batch: int, num_rows: int) -> None:
-        """Compiles what `of_rows` needs, which takes seconds the first time. For the arguments see `workspace`."""
+    def preparations(self, rows: Tensor, batch: int, num_rows: int) -> list[Callable[[], None]]:
+        """What compiles the kernels of `of_rows`, which takes seconds the first time. For arguments see `workspace`."""
         shape = (batch, num_rows, rows.shape[1])
         kernels = _kernels_for(rows, *shape[1:], self.compute_dtype)
-        if kernels is not None and 0 not in shape:
-            segments = tuple(segment.coefficients for segment in self.segments(*shape[1:]))
-            kernels.prepare(*shape, segments, dtype=rows.dtype, device=rows.device)
+        if kernels is None or 0 in shape:
+            return []
+        segments = tuple(segment.coefficients for segment in self.segments(*shape[1:]))
+        work: list[Callable[[], None]] = kernels.preparations(*shape, segments, dtype=rows.dtype, device=rows.device)
+        return work
 
     def workspace(self, rows: Tensor, batch: int, num_rows: int) -> int:
         """Returns how many bytes `of_rows` has allocated at most at a time, its result included; 0 if not known.

@@ -127,7 +127,9 @@ class _DeviceTable:
 
     def __init__(self, buckets: Sequence[MatrixBucket], numbers: Sequence[int]) -> None:
         self.numbers = numbers
-        sizes = [bucket.bucket.num_matrices for bucket in buckets for _ in ROLES]
+        counts = [bucket.bucket.num_matrices for bucket in buckets for _ in ROLES]
+        # Tables start at multiples of 16 bytes, whatever their lengths: kernels are compiled for that.
+        sizes = [count + count % 2 for count in counts]
         self._plain = [bucket.ragged or not bucket.addressable for bucket in buckets]
         for bucket in buckets:
             if bucket.ragged:
@@ -135,7 +137,8 @@ class _DeviceTable:
             elif not bucket.addressable:
                 logger.info("%s: tensors that wrap others; plain torch, not kernels", bucket.bucket.name)
         self._values = DeviceNumbers(sum(sizes), len(SCALARS) * len(buckets), buckets[0].bucket.device)
-        places = torch.split_with_sizes(self._values.integers, sizes)
+        tables = torch.split_with_sizes(self._values.integers, sizes)
+        places = [table[:count] for table, count in zip(tables, counts, strict=True)]
         self._places = [places[start : start + len(ROLES)] for start in range(0, len(places), len(ROLES))]
         scalars = self._values.floats.unbind()
         self._scalars = [scalars[start : start + len(SCALARS)] for start in range(0, len(scalars), len(SCALARS))]
@@ -155,6 +158,7 @@ class _DeviceTable:
                     found[role] = _found(role, operands, place, known)
                 each = found[role]
                 addresses += (isinstance(each, Matrices) and each.starts) or [0] * len(place)
+                addresses += [0] * (len(place) % 2)
             values += [_host_value(value) for value in operands.scalars.values()]
             made.append(Operands(**found, scalars=dict(zip(SCALARS, scalars, strict=True))))
         self._values.write(addresses, values)

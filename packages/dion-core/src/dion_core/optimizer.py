@@ -21,8 +21,9 @@ from dion_core.membership import check_group_ranks, check_members, checked_names
 from dion_core.operands import Operands, Rates, StepOperands
 from dion_core.options import check_group, check_options, check_structure, identity, structure, warn_of_group
 from dion_core.pipeline import agree_on_rows, step_elementwise, step_matrices
-from dion_core.plan import Plan, prepare
+from dion_core.plan import Plan
 from dion_core.preflight import compare_plans, report_failure
+from dion_core.preparation import prepare
 from dion_core.presence import Presence
 from dion_core.process_groups import through, watch_stream
 from dion_core.report import Report, make_report

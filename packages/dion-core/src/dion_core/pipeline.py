@@ -61,9 +61,9 @@ def step_matrices(
     ]
     if plan.session is not None:
         run(plan.session.begin(selections[: len(plan.transported)]))
-    moves = [_move(*each) for each in zip(plan.buckets, of_buckets, selections, strict=True)]
+    moves = [move(*each) for each in zip(plan.buckets, of_buckets, selections, strict=True)]
     stages = [
-        _apply(target, operands[target.number], active[target.number], [moves[number] for number in target.sources])
+        apply(target, operands[target.number], active[target.number], [moves[number] for number in target.sources])
         for target in plan.targets
     ]
     for line in plan.lines:  # what ranks do not have in common must not change the order of what they have
@@ -177,7 +177,7 @@ def _gathered(
             yield n, gathered, tuple(starts[place : -1 : len(numbers)])
 
 
-def _move(bucket: MatrixBucket, operands: Operands, chosen: RowSelection) -> Steps[Update]:
+def move(bucket: MatrixBucket, operands: Operands, chosen: RowSelection) -> Steps[Update]:
     """What the rows chosen do to the parameters, after they were taken out of the momentum."""
     options, scalars = bucket.options, operands.scalars
     chosen = with_age(chosen, operands.waited)
@@ -203,7 +203,7 @@ def _move(bucket: MatrixBucket, operands: Operands, chosen: RowSelection) -> Ste
     return Update(results, selection, row_scale)
 
 
-def _apply(target: Target, operands: Operands, active: Tensor, moves: Sequence[Steps[Update]]) -> Steps[None]:
+def apply(target: Target, operands: Operands, active: Tensor, moves: Sequence[Steps[Update]]) -> Steps[None]:
     """Brings the updates that are computed here to the parameters of the target."""
     updates = []
     for move in moves:

@@ -5,10 +5,9 @@ Every rank makes the same plan from the same parameters, whatever gradients ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from dion_core.options import OPTIONS
 from dion_core.registry import Choice, choose_transport
 from dion_core.rules import Rule
 from dion_core.sessions import open_session
-from dion_core.transport import Bucket, Scope, Session, Transport
+from dion_core.transport import Scope, Session, Transport
 from dion_core.views import VIEW_KEYS, parameter_matrices
 
 
@@ -131,27 +130,6 @@ class Plan:
         self.session = open_session(self.choice.transport, {line: each for line, each in by_line.items() if each})
         for bucket, exchange in zip(self.transported, self.session.exchanges, strict=True):
             bucket.exchange = exchange
-
-
-def prepare(buckets: Sequence[MatrixBucket]) -> None:
-    """Compiles the orthogonalizers' kernels for GPUs, all at a time, so that the first steps do not take so long."""
-    work: dict[Hashable, Callable[[], None]] = {}
-    for entry in buckets:
-        bucket, compile_for = entry.bucket, getattr(entry.orthogonalizer, "prepare", None)
-        owned = len(bucket.owned(bucket.rank))
-        if bucket.device.type == "cuda" and compile_for is not None and owned:
-            key = (entry.orthogonalizer, bucket.device, bucket.dtype, owned, bucket.total_rows, bucket.shape[1])
-            work[key] = partial(_prepare, compile_for, bucket, owned)
-    if work:
-        with ThreadPoolExecutor(max_workers=len(work)) as pool:
-            list(pool.map(lambda each: each(), work.values()))
-
-
-def _prepare(compile_for: Callable[[Tensor, int, int], None], bucket: Bucket, owned: int) -> None:
-    with torch.no_grad(), torch.cuda.device(bucket.device), torch.cuda.stream(torch.cuda.Stream(bucket.device)):
-        rows = torch.empty(0, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
-        compile_for(rows, owned, bucket.total_rows)
-        torch.cuda.current_stream().synchronize()
 
 
 def make_plan(

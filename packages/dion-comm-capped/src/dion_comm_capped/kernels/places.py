@@ -22,6 +22,8 @@ MATRICES = 32
 """Matrices whose counts one program writes."""
 TILE = 2048
 """Counts by rank and matrix that one program holds at a time."""
+SHORT = 32
+"""What is not longer takes one compiled kernel."""
 
 _COUNT_BYTES = tl.constexpr(COUNT_BYTES)
 
@@ -114,6 +116,11 @@ def _told(arrived, header, place, here):
     return told.to(tl.int64)
 
 
+def _columns(length: int, rows: int) -> int:
+    """Columns of a tile of so many rows that goes through `length`; few short lengths have one of their own."""
+    return max(1, min(power_of_two(max(length, SHORT)), TILE // rows))
+
+
 @triton.jit(do_not_specialize=["num_matrices", "num_owned", "num_ranks", "max_rows", "total_rows"])
 def _read_headers_kernel(
     arrived, count_by_rank, owned, slot_start, capacity, forward_first, back_first, header_first, count, start, back,
@@ -166,7 +173,7 @@ def read_headers(
         arrived, count_by_rank.contiguous(), tables.owned, tables.slot_start,
         chunks.capacity, chunks.forward_first, chunks.back_first, chunks.header_first, count, start, back,
         count_by_rank.shape[1], num_owned, num_ranks, max_rows, total_rows,
-        warps=8, RANKS=ranks, OWNED=max(1, min(power_of_two(max(num_owned, 1)), TILE // ranks)),
+        warps=8, RANKS=ranks, OWNED=_columns(num_owned, ranks),
     )  # fmt: skip
     return count, start, back
 
@@ -202,6 +209,6 @@ def rows_by_pair(counts: Sequence[Tensor], places: Sequence[Tensor], num_owners:
         launch(
             _rows_by_pair_kernel, num_ranks, pairs.device,
             count.contiguous(), place, of_bucket, num_matrices, owners,
-            warps=4, OWNERS=block, BLOCK=max(1, min(power_of_two(max(num_matrices, 1)), TILE // block)),
+            warps=4, OWNERS=block, BLOCK=_columns(num_matrices, block),
         )  # fmt: skip
     return pairs

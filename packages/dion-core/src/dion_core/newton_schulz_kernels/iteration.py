@@ -5,6 +5,7 @@ Legend: B matrices of R rows and C columns, m the shorter side and n the longer 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dion_core.launching import Descriptors, cdiv, launch
+from dion_core.launching import Descriptors, cdiv, compiles_only, launch
 from dion_core.newton_schulz_kernels.choices import Choice, choose
 from dion_core.newton_schulz_kernels.listing import Coefficients, Kind, list_products
 from dion_core.newton_schulz_kernels.normalize import normalize, normalize_rows
@@ -72,15 +73,36 @@ def orthogonalize_rows(rows: Tensor, place: Tensor, segments: Segments, spare: T
     return iterate(room, segments, dtype=rows.dtype, choice=choice, spare=spare)
 
 
-def prepare(
+def preparations(
     batch: int, rows: int, columns: int, segments: Segments, *, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Compiles what `orthogonalize_rows` needs for B matrices of that size, by running it on one matrix of zeros."""
-    choice = choice_for(device, batch, rows, columns)
-    room = make_room(1, rows, columns, device=device, choice=choice)
-    place = torch.full((1, rows), -1, dtype=torch.int64, device=device)
-    normalize_rows(torch.zeros(1, columns, dtype=dtype, device=device), place, out=room[0])
-    iterate(room, segments, dtype=dtype, choice=choice)
+) -> list[Callable[[], None]]:
+    """What to call for `orthogonalize_rows` to find its kernels compiled; the longest first, each in any thread.
+
+    Args:
+        batch: B.
+        rows: R.
+        columns: C.
+        segments: as there.
+        dtype: of the rows.
+        device: of the rows.
+    """
+    choice, one = choice_for(device, batch, rows, columns), (1, rows, columns)
+
+    def compile_products() -> None:
+        room = make_room(*one, device=device, choice=choice)
+        plan = _plan(_parts(segments, choice)[-1], True, one, choice, device)
+        work = torch.empty((plan.buffers, 1, min(rows, columns), min(rows, columns)), dtype=room.dtype, device=device)
+        counters = torch.empty(_ALIGNED, dtype=torch.int32, device=device)
+        with compiles_only():
+            _run(plan, room, room[-1].view(_narrow(dtype)), work, counters, choice)
+
+    def compile_norms() -> None:
+        room = make_room(*one, device=device, choice=choice)
+        place = torch.empty((1, rows), dtype=torch.int64, device=device)
+        with compiles_only():
+            normalize_rows(torch.empty(1, columns, dtype=dtype, device=device), place, out=room[0])
+
+    return [compile_products, compile_norms]
 
 
 def make_room(batch: int, rows: int, columns: int, *, device: torch.device, choice: Choice) -> Tensor:
@@ -100,10 +122,9 @@ def iterate(
         choice: from `choice_for`, the one that `room` was made with.
         spare: as in `orthogonalize_rows`.
     """
-    narrow = dtype if dtype in _DTYPES else torch.float16
     (_, batch, rows, columns), device = room.shape, room.device
     m, tall = min(rows, columns), rows > columns
-    parts = (segments,) if choice.apply_inside else tuple((steps,) for steps in segments)
+    parts = _parts(segments, choice)
     last, shape = len(parts) - 1, (batch, rows, columns)
     plans = [_plan(part, number == last, shape, choice, device) for number, part in enumerate(parts)]
     work = torch.empty((max(plan.buffers for plan in plans), batch, m, m), dtype=torch.float16, device=device)
@@ -111,13 +132,23 @@ def iterate(
     counters = torch.zeros((len(parts), aligned), dtype=torch.int32, device=device)
     # The last product does not read what it writes; the others have no result, and take the same compiled kernel.
     copies = (room[0], room[1] if choice.apply_inside else _second_copy(room[0], spare))
-    out = copies[len(segments) % 2].view(narrow)
+    out = copies[len(segments) % 2].view(_narrow(dtype))
     for number, plan in enumerate(plans[:-1]):
         x, target = copies[number % 2], copies[1 - number % 2]
         _run(plan, x[None], out, work, counters[number], choice)
         torch.bmm(*((x, work[plan.last]) if tall else (work[plan.last], x)), out=target)
     _run(plans[-1], room if choice.apply_inside else copies[last % 2][None], out, work, counters[last], choice)
     return out.to(dtype)
+
+
+def _parts(segments: Segments, choice: Choice) -> tuple[Segments, ...]:
+    """The segments that one launch works through, by launch."""
+    return (segments,) if choice.apply_inside else tuple((steps,) for steps in segments)
+
+
+def _narrow(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of results in memory, of which others are cast."""
+    return dtype if dtype in _DTYPES else torch.float16
 
 
 def _second_copy(first: Tensor, spare: Tensor | None) -> Tensor:
@@ -175,8 +206,8 @@ def _run(plan: _Plan, x: Tensor, out: Tensor, work: Tensor, counters: Tensor, ch
     sizes = (copies, batch, rows, columns, len(work))
     launch(
         products_kernel, min(plan.total, _properties(device.index).multiprocessors), device,
-        plan.table, counters, plan.total, batch, m, n,
-        WIDE=choice.wide, TK=choice.depth, BAND=choice.band, TALL=rows > columns, STAGES=choice.stages,
+        plan.table, counters, plan.total, batch, m, n, choice.band,
+        WIDE=choice.wide, TK=choice.depth, TALL=rows > columns, STAGES=choice.stages,
         descriptors=_describe(addresses, sizes, out.dtype, choice), warps=4, contracted=True,
     )  # fmt: skip
 

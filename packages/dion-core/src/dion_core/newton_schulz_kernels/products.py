@@ -69,10 +69,10 @@ def _load_pair(a_source, b_source, a_at, b_at, k, a_slot, b_slot, ready, narrow)
 @gluon.jit
 def _produce(
     x_rows, x_cols, x_apply, w_rows, w_cols, ring, places, work,
-    WIDE: gl.constexpr, TK: gl.constexpr, BAND: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
+    WIDE: gl.constexpr, TK: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring with the slices of all tiles of this program, in order."""
-    listing, counters, total, batch, m, n = work
+    listing, counters, total, batch, m, n, _band = work
     a_ring, b_ring, full, empty = ring
     at = 0
     product = 0
@@ -83,7 +83,7 @@ def _produce(
     while place < total:
         pass_place(place, places, tile)
         ticket = claim_place(counters + batch)  # the answer is there when this tile is loaded
-        product, start, before, kind, matrix, i, j = find(place, product, start, before, work, WIDE, BAND, TALL)
+        product, start, before, kind, matrix, i, j = find(place, product, start, before, work, WIDE, TALL)
         row = i * T
         column = j * (T * WIDE)
         a = gl.load(listing + product * FIELDS + 1) * batch + matrix
@@ -238,10 +238,10 @@ def _consume_tile(
 @gluon.jit
 def _consume(
     w_add, out, ring, box, places, work, HALF: gl.constexpr,
-    WIDE: gl.constexpr, TK: gl.constexpr, BAND: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
+    WIDE: gl.constexpr, TK: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Multiplies rows HALF * H to HALF * H + H - 1 of every tile of this program."""
-    listing, _counters, total, _batch, m, n = work
+    listing, _counters, total, _batch, m, n, _band = work
     at = 0
     number = 0
     added = 0
@@ -251,7 +251,7 @@ def _consume(
     tile = 0
     place = receive_place(places, tile, 4)
     while place < total:
-        product, start, before, kind, _, i, j = find(place, product, start, before, work, WIDE, BAND, TALL)
+        product, start, before, kind, _, i, j = find(place, product, start, before, work, WIDE, TALL)
         steps = gl.cdiv(gl.where(kind == GRAM, n, m), TK)
         counts = (at, number, added)
         # Whole tiles are worked out in each case: where accumulators of two cases met, the compiler would make every
@@ -299,10 +299,10 @@ def _store_symmetric(w_direct, w_mirror, w_corner, direct, mirror, matrix, i, bl
 @gluon.jit
 def _transfer(
     w_add, w_direct, w_mirror, w_corner, x_direct, out, box, places, work,
-    HALF: gl.constexpr, WIDE: gl.constexpr, BAND: gl.constexpr, TALL: gl.constexpr,
+    HALF: gl.constexpr, WIDE: gl.constexpr, TALL: gl.constexpr,
 ):  # fmt: skip
     """Loads C for, stores and announces the blocks of one consuming group."""
-    listing, counters, total, batch, m, _n = work
+    listing, counters, total, batch, m, _n, _band = work
     direct, mirror, c_full, out_full, out_empty = box
     number = 0
     product = 0
@@ -311,7 +311,7 @@ def _transfer(
     tile = 0
     place = receive_place(places, tile, 1)
     while place < total:
-        product, start, before, kind, matrix, i, j = find(place, product, start, before, work, WIDE, BAND, TALL)
+        product, start, before, kind, matrix, i, j = find(place, product, start, before, work, WIDE, TALL)
         row = i * T + HALF * H
         added = gl.load(listing + product * FIELDS + 3)
         target = gl.load(listing + product * FIELDS + 4)
@@ -347,11 +347,11 @@ def _transfer(
 
 
 # Nothing is compiled anew for a size that happens to be 1 or a multiple of 16.
-@gluon.jit(do_not_specialize=["total", "batch", "m", "n"])
+@gluon.jit(do_not_specialize=["total", "batch", "m", "n", "band"])
 def products_kernel(
     x_rows, x_cols, x_apply, x_direct, out, w_rows, w_cols, w_add, w_direct, w_mirror, w_corner, listing, counters,
-    total, batch, m, n,
-    WIDE: gl.constexpr, TK: gl.constexpr, BAND: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
+    total, batch, m, n, band,
+    WIDE: gl.constexpr, TK: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Runs all tiles of the sequence; see the module."""
     a_ring = gl.allocate_shared_memory(gl.float16, [STAGES, T, TK], w_rows.layout)
@@ -377,14 +377,14 @@ def products_kernel(
     ring = (a_ring, b_ring, full, empty)
     box_0 = (direct.index(0), mirror.index(0), box_barriers.index(0), box_barriers.index(1), box_barriers.index(2))
     box_1 = (direct.index(1), mirror.index(1), box_barriers.index(3), box_barriers.index(4), box_barriers.index(5))
-    work = (listing, counters, total, batch, m, n)
+    work = (listing, counters, total, batch, m, n, band)
     gl.warp_specialize(
         [
-            (_consume, (w_add, out, ring, box_0, places, work, 0, WIDE, TK, BAND, TALL, STAGES)),
-            (_consume, (w_add, out, ring, box_1, places, work, 1, WIDE, TK, BAND, TALL, STAGES)),
-            (_produce, (x_rows, x_cols, x_apply, w_rows, w_cols, ring, places, work, WIDE, TK, BAND, TALL, STAGES)),
-            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_direct, out, box_0, places, work, 0, WIDE, BAND, TALL)),
-            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_direct, out, box_1, places, work, 1, WIDE, BAND, TALL)),
+            (_consume, (w_add, out, ring, box_0, places, work, 0, WIDE, TK, TALL, STAGES)),
+            (_consume, (w_add, out, ring, box_1, places, work, 1, WIDE, TK, TALL, STAGES)),
+            (_produce, (x_rows, x_cols, x_apply, w_rows, w_cols, ring, places, work, WIDE, TK, TALL, STAGES)),
+            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_direct, out, box_0, places, work, 0, WIDE, TALL)),
+            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_direct, out, box_1, places, work, 1, WIDE, TALL)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -7,7 +7,7 @@ Example: B = 2 matrices of m = 256 and tiles of one block: 3 tiles in a symmetri
 Product 0 takes places 0 to 2 for matrix 0 and 3 to 5 for matrix 1, product 1 places 6 to 8 for matrix 0, and so on.
 
 Legend: B matrices, m order of the symmetric matrices, n the longer side of X, T = 128 the side of a block; a tile is
-one row of WIDE blocks (1 or 2); BAND in rows of squares of WIDE x WIDE blocks.
+one row of WIDE blocks (1 or 2); a band is so many rows of squares of WIDE x WIDE blocks.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def _square_row(place, WIDE: tl.constexpr):
 
 
 @triton.jit
-def triangle_tile(place, count, WIDE: tl.constexpr, BAND: tl.constexpr):
+def triangle_tile(place, count, band, WIDE: tl.constexpr):
     """(row, column) of tile `place` on or below the diagonal, of `count` rows of tiles.
 
-    Example: WIDE = 1, BAND = 2, count = 4: (0, 0), (1, 0), (1, 1), then (2, 0), (3, 0), (2, 1), (3, 1), (2, 2),
+    Example: WIDE = 1, band = 2, count = 4: (0, 0), (1, 0), (1, 1), then (2, 0), (3, 0), (2, 1), (3, 1), (2, 2),
     (3, 2), (3, 3).
     """
-    first = _square_row(place, WIDE) // BAND * BAND
+    first = _square_row(place, WIDE) // band * band
     offset = place - WIDE * first * (first + 1) // 2
-    height = tl.minimum(BAND * WIDE, count - first * WIDE)
+    height = tl.minimum(band * WIDE, count - first * WIDE)
     rest = offset - first * height  # of the band's own triangle, to the right of its full columns
     inside = tl.maximum(rest, 0)
     square = _square_row(inside, WIDE)
@@ -56,22 +56,22 @@ def is_narrow(kind, i, j, WIDE: tl.constexpr, TALL: tl.constexpr):
 
 
 @triton.jit
-def rectangle_tile(place, rows, columns, BAND: tl.constexpr):
-    """(row, column) of tile `place` of rows x columns tiles, in bands of BAND rows, column by column."""
-    first = place // (columns * BAND) * BAND
+def rectangle_tile(place, rows, columns, band):
+    """(row, column) of tile `place` of rows x columns tiles, in bands of `band` rows, column by column."""
+    first = place // (columns * band) * band
     offset = place - first * columns
-    height = tl.minimum(BAND, rows - first)
+    height = tl.minimum(band, rows - first)
     return first + offset % height, offset // height
 
 
 @triton.jit
-def find(place, product, start, before, work, WIDE: tl.constexpr, BAND: tl.constexpr, TALL: tl.constexpr):
+def find(place, product, start, before, work, WIDE: tl.constexpr, TALL: tl.constexpr):
     """What lies at `place` of the sequence, searched for from an earlier product on.
 
     Returns the product, its first place, how many tiles a matrix has in all products before it, its kind, the
     matrix, and the row and column of the tile.
     """
-    listing, _counters, _total, batch, m, n = work
+    listing, _counters, _total, batch, m, n, band = work
     count = tl.cdiv(m, T)
     squares = count // WIDE
     triangle = WIDE * squares * (squares + 1) // 2 + count % WIDE * (squares + 1)
@@ -87,7 +87,7 @@ def find(place, product, start, before, work, WIDE: tl.constexpr, BAND: tl.const
         tiles = tl.where(kind == APPLY, rows * columns, triangle)
     matrix = (place - start) // tiles
     if kind == APPLY:
-        i, j = rectangle_tile((place - start) % tiles, rows, columns, BAND * 2)
+        i, j = rectangle_tile((place - start) % tiles, rows, columns, band * 2)
     else:
-        i, j = triangle_tile((place - start) % tiles, count, WIDE, BAND)
+        i, j = triangle_tile((place - start) % tiles, count, band, WIDE)
     return product, start, before, kind, matrix, i, j
