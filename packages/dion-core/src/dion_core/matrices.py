@@ -56,8 +56,12 @@ class Matrices(Sequence[Any]):
         return len(self.tensors)
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether `tensors` lie where and as those do that it was made of."""
-        return self.starts == list(map(Tensor.data_ptr, tensors)) and set(map(Tensor.stride, tensors)) <= {self.stride}
+        """Whether `tensors`, of the same shape, lie where and as those do that it was made of."""
+        if self.starts != list(map(Tensor.data_ptr, tensors)):
+            return False
+        if self.stride == (self.shape[1], 1):  # of each it is faster to ask this than the strides
+            return all(map(Tensor.is_contiguous, tensors))
+        return set(map(Tensor.stride, tensors)) <= {self.stride}
 
 
 def matrices(tensors: Sequence[Tensor | None], addresses: Tensor, like: Tensor) -> Matrices:

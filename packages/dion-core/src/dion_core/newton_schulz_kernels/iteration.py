@@ -90,7 +90,7 @@ def preparations(
 
     def compile_products() -> None:
         room = make_room(*one, device=device, choice=choice)
-        plan = _plan(_parts(segments, choice)[-1], True, one, choice, device)
+        plan = _plans(segments, one, choice, device)[-1]
         work = torch.empty((plan.buffers, 1, min(rows, columns), min(rows, columns)), dtype=room.dtype, device=device)
         counters = torch.empty(_ALIGNED, dtype=torch.int32, device=device)
         with compiles_only():
@@ -124,12 +124,11 @@ def iterate(
     """
     (_, batch, rows, columns), device = room.shape, room.device
     m, tall = min(rows, columns), rows > columns
-    parts = _parts(segments, choice)
-    last, shape = len(parts) - 1, (batch, rows, columns)
-    plans = [_plan(part, number == last, shape, choice, device) for number, part in enumerate(parts)]
+    plans = _plans(segments, (batch, rows, columns), choice, device)
+    last = len(plans) - 1
     work = torch.empty((max(plan.buffers for plan in plans), batch, m, m), dtype=torch.float16, device=device)
     aligned = cdiv(batch + 1, _ALIGNED) * _ALIGNED
-    counters = torch.zeros((len(parts), aligned), dtype=torch.int32, device=device)
+    counters = torch.zeros((len(plans), aligned), dtype=torch.int32, device=device)
     # The last product does not read what it writes; the others have no result, and take the same compiled kernel.
     copies = (room[0], room[1] if choice.apply_inside else _second_copy(room[0], spare))
     out = copies[len(segments) % 2].view(_narrow(dtype))
@@ -139,11 +138,6 @@ def iterate(
         torch.bmm(*((x, work[plan.last]) if tall else (work[plan.last], x)), out=target)
     _run(plans[-1], room if choice.apply_inside else copies[last % 2][None], out, work, counters[last], choice)
     return out.to(dtype)
-
-
-def _parts(segments: Segments, choice: Choice) -> tuple[Segments, ...]:
-    """The segments that one launch works through, by launch."""
-    return (segments,) if choice.apply_inside else tuple((steps,) for steps in segments)
 
 
 def _narrow(dtype: torch.dtype) -> torch.dtype:
@@ -176,10 +170,16 @@ class _Plan:
 
 
 @lru_cache(maxsize=256)
+def _plans(segments: Segments, shape: tuple[int, int, int], choice: Choice, device: torch.device) -> tuple[_Plan, ...]:
+    """For each launch what it works through; copies the listings to the device, so a first call cannot be captured."""
+    parts = (segments,) if choice.apply_inside else tuple((steps,) for steps in segments)
+    last = len(parts) - 1
+    return tuple(_plan(part, number == last, shape, choice, device) for number, part in enumerate(parts))
+
+
 def _plan(
     segments: Segments, apply_last: bool, shape: tuple[int, int, int], choice: Choice, device: torch.device
 ) -> _Plan:
-    """Works the plan out; copies the listing to the device, so a first call cannot be captured."""
     batch, rows, columns = shape
     listing = list_products(segments, apply_last=apply_last)
     table = torch.tensor([product.fields() for product in listing.products], dtype=torch.int32, device=device)
