@@ -131,13 +131,7 @@ class CappedSession(Session):
     """All buckets of one optimizer, and the budgets that they learn together."""
 
     def __init__(self, buckets: Sequence[Bucket], options: Capped) -> None:
-        exchanges: list[Exchange] = []
-        for bucket in buckets:
-            if bucket.layout.axis is Axis.ROWS:
-                exchanges.append(PooledExchange(bucket, options))
-            else:  # all ranks know the same rows: nothing to pool
-                exchanges.append(SlotExchange(bucket, SlotPlan.of(bucket, bucket.offered)))
-        super().__init__(exchanges)
+        super().__init__([options.rehearsal(bucket) for bucket in buckets])
         self._options = options
         self._learned = LearnedBudgets(
             [torch.tensor(fixed_budgets(exchange.bucket, 1.0)).flatten() for exchange in self._pooled]
@@ -304,6 +298,13 @@ class Capped(Transport):
             raise ValueError(f"on_overflow={self.on_overflow!r} is not allowed: 'defer' or 'varlen'")
         if not isinstance(self.max_wait, int) or self.max_wait < 1:
             raise ValueError(f"max_wait={self.max_wait!r} is not allowed: at least 1 step")
+
+    def rehearsal(self, bucket: Bucket) -> Exchange:
+        if bucket.layout.axis is Axis.ROWS:
+            return PooledExchange(bucket, self)
+        return SlotExchange(
+            bucket, SlotPlan.of(bucket, bucket.offered)
+        )  # all ranks know the same rows: nothing to pool
 
     def open(self, buckets: Sequence[Bucket]) -> Session:
         return CappedSession(buckets, self)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from dion_core.layout import Axis
 from dion_core.packing import SlotExchange, SlotPlan, SlotRule
-from dion_core.transport import Bucket, Scope, Session, Transport
+from dion_core.transport import Bucket, Exchange, Scope, Session, Transport
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,11 @@ class FullShard(Transport):
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
     outer_axes: ClassVar[bool] = True
 
+    def rehearsal(self, bucket: Bucket) -> Exchange:
+        return SlotExchange(bucket, SlotPlan.of(bucket, _shard_slots(bucket)))
+
     def open(self, buckets: Sequence[Bucket]) -> Session:
-        return Session([SlotExchange(bucket, SlotPlan.of(bucket, _shard_slots(bucket))) for bucket in buckets])
+        return Session([self.rehearsal(bucket) for bucket in buckets])
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,11 @@ class LocalTopRows(Transport):
     def local_slack(self) -> float | None:
         return self.slack
 
+    def rehearsal(self, bucket: Bucket) -> Exchange:
+        return SlotExchange(bucket, SlotPlan.of(bucket, bucket.offered))
+
     def open(self, buckets: Sequence[Bucket]) -> Session:
-        return Session([SlotExchange(bucket, SlotPlan.of(bucket, bucket.offered)) for bucket in buckets])
+        return Session([self.rehearsal(bucket) for bucket in buckets])
 
 
 def _shard_slots(bucket: Bucket) -> SlotRule:

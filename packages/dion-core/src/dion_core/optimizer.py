@@ -331,7 +331,7 @@ class MatrixOptimizer(Optimizer):
         kind = f"{type(self).__name__}, nonfinite={self._nonfinite!r}, state={self._keeping!r}"
         compare_plans([kind, *plan.describe(self._group.size)], self._group, self._device, own=plan.describe_own())
         plan.open()
-        prepare(plan.buckets)
+        prepare(plan.buckets, plan.choice.transport if plan.choice is not None else None)
         self._keeping.adopt(plan, self.state)
         self._set_waiting(plan)
         if self._plan is not None:

@@ -1,15 +1,15 @@
 """What a step launches is compiled while the optimizer is built, many kernels at a time, so that no step waits for it.
 
 A rehearsal goes through the step of one bucket without a message and without a launch, on no values at all, and so
-finds the kernels as the step will. What it does not find (what transports launch, gradients that lie otherwise than
-their parameters) is compiled in the first step, one after the other.
+finds the kernels as the step will. What it does not find (of transports without a rehearsal, or for gradients that lie
+otherwise than their parameters) is compiled in the first step, one after the other.
 
 Legend: N matrices of a bucket, R local rows and C local columns of one, K slots a matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,7 @@ from torch import Tensor
 from dion_core.buckets import MatrixBucket, momentum_dtype
 from dion_core.collectives import Done, Group, Handle, Reduction
 from dion_core.delivery import Here, Target
+from dion_core.layout import in_pieces
 from dion_core.matrices import alike, matrices
 from dion_core.newton_schulz import Orthogonalizer
 from dion_core.operands import SCALARS, Operands
@@ -29,7 +30,7 @@ from dion_core.pipeline import apply, move
 from dion_core.placements import local_part
 from dion_core.rows import Rows, RowSelection
 from dion_core.steps import Steps, done, run
-from dion_core.transport import Bucket, Exchange, Traffic
+from dion_core.transport import Bucket, Exchange, Traffic, Transport
 
 Work = tuple[torch.device, Callable[[], None]]
 """What compiles something for a device."""
@@ -37,25 +38,25 @@ OTHERS = 2
 """Threads for all but the longest work."""
 
 
-def prepare(buckets: Sequence[MatrixBucket]) -> None:
-    """Compiles for the buckets on GPUs."""
+def prepare(buckets: Sequence[MatrixBucket], transport: Transport | None) -> None:
+    """Compiles for the buckets on GPUs, of which the transport moves those that lie in pieces."""
     on_gpus = [bucket for bucket in buckets if bucket.bucket.device.type == "cuda"]
     orthogonalizers = _of_orthogonalizers(on_gpus)
     work = [each for in_turn in zip_longest(*orthogonalizers) for each in in_turn if each is not None]
-    work += [(entry.bucket.device, partial(rehearse, entry)) for entry in on_gpus if _has_kernels(entry)]
+    work += [(entry.bucket.device, partial(rehearse, entry, transport)) for entry in on_gpus if _has_kernels(entry)]
     if not work:
         return
     # The first kernel of each orthogonalizer takes as long as all others. More threads would be in its way: those parts
     # of the compiler that are Python run one at a time.
     with ThreadPoolExecutor(max_workers=len(orthogonalizers) + OTHERS) as pool:
-        list(pool.map(_do, work))
+        list(pool.map(partial(_do, {device: torch.cuda.current_stream(device) for device, _ in work}), work))
 
 
-def _do(work: Work) -> None:
+def _do(streams: Mapping[torch.device, torch.cuda.Stream], work: Work) -> None:
+    """Does it on the stream of the thread that builds the optimizer: tables are made there, and memory is of it."""
     device, compile_all = work
-    with torch.no_grad(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.no_grad(), torch.cuda.device(device), torch.cuda.stream(streams[device]):
         compile_all()
-        torch.cuda.current_stream().synchronize()
 
 
 def _of_orthogonalizers(buckets: Sequence[MatrixBucket]) -> list[list[Work]]:
@@ -84,13 +85,15 @@ def _dtypes(bucket: MatrixBucket) -> tuple[torch.dtype, torch.dtype]:
     return parameter.dtype, momentum_dtype(parameter, bucket.options)
 
 
-def rehearse(bucket: MatrixBucket) -> None:
-    """Compiles what the step of a bucket launches on rows, which has kernels; nothing of it changes."""
+def rehearse(bucket: MatrixBucket, transport: Transport | None) -> None:
+    """Compiles what the step of a bucket with kernels launches, but for the orthogonalizer; nothing of it changes."""
     from dion_core.launching import compiles_only
 
     layout, device = bucket.bucket.layout, bucket.bucket.device
     silent = replace(layout, group=_Silence(layout.group.size, layout.group.rank, layout.group.ranks))
-    copy = replace(bucket, bucket=replace(bucket.bucket, layout=silent), exchange=_Nowhere(bucket.bucket))
+    silent_bucket = replace(bucket.bucket, layout=silent)
+    exchange = transport.rehearsal(silent_bucket) if transport and in_pieces(layout) and not layout.outer else None
+    copy = replace(bucket, bucket=silent_bucket, orthogonalizer=_Idle(), exchange=exchange or _Nowhere(silent_bucket))
     copy.tables = bucket.tables
     operands = _operands(bucket)
     if operands is None:
@@ -130,6 +133,16 @@ def _operands(bucket: MatrixBucket) -> Operands | None:
         waited=replace(column, dtype=torch.int32) if bucket.may_defer else nothing,
         scalars=dict(zip(SCALARS, torch.zeros(len(SCALARS), dtype=torch.float64, device=device).unbind(), strict=True)),
     )
+
+
+class _Idle:
+    """An orthogonalizer that does nothing."""
+
+    def __call__(self, matrices: Tensor, /) -> Tensor:
+        return torch.empty_like(matrices)
+
+    def of_rows(self, rows: Tensor, place: Tensor, spare: Tensor | None = None) -> Tensor:
+        return rows.new_empty(*place.shape, rows.shape[1])
 
 
 @dataclass(frozen=True)

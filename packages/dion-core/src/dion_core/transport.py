@@ -281,6 +281,14 @@ class Transport(ABC):
         """How many times its share a shard may offer in scope local; None: each gives exactly its share."""
         return None
 
+    def rehearsal(self, bucket: Bucket) -> Exchange | None:
+        """An exchange that launches what a step of the bucket does on whatever values, and reads none on the host.
+
+        While an optimizer is built it is gone through once, without a launch and without a message, so that its kernels
+        are compiled then. None: they are in the first step.
+        """
+        return None
+
     @abstractmethod
     def open(self, buckets: Sequence[Bucket]) -> Session:
         """Fixes sizes and allocates, for all buckets of one optimizer. Collective, in the order of the buckets."""

@@ -87,20 +87,20 @@ def preparations(
         device: of the rows.
     """
     choice, one = choice_for(device, batch, rows, columns), (1, rows, columns)
+    m = min(rows, columns)
+
+    def nothing(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+        return torch.empty(1, dtype=dtype, device=device).expand(shape)  # of that shape, but for its memory
 
     def compile_products() -> None:
-        room = make_room(*one, device=device, choice=choice)
         plan = _plans(segments, one, choice, device)[-1]
-        work = torch.empty((plan.buffers, 1, min(rows, columns), min(rows, columns)), dtype=room.dtype, device=device)
-        counters = torch.empty(_ALIGNED, dtype=torch.int32, device=device)
+        out, counters = nothing(*one, dtype=_narrow(dtype)), nothing(2, dtype=torch.int32)
         with compiles_only():
-            _run(plan, room, room[-1].view(_narrow(dtype)), work, counters, choice)
+            _run(plan, nothing(1 + choice.apply_inside, *one), out, nothing(plan.buffers, 1, m, m), counters, choice)
 
     def compile_norms() -> None:
-        room = make_room(*one, device=device, choice=choice)
-        place = torch.empty((1, rows), dtype=torch.int64, device=device)
         with compiles_only():
-            normalize_rows(torch.empty(1, columns, dtype=dtype, device=device), place, out=room[0])
+            normalize_rows(nothing(1, columns, dtype=dtype), nothing(1, rows, dtype=torch.int64), out=nothing(*one))
 
     return [compile_products, compile_norms]
 
