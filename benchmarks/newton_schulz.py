@@ -98,8 +98,9 @@ def segments_of(rows: int, columns: int) -> iteration.Segments:
 def with_choice(matrices: Tensor, segments: iteration.Segments, choice: Choice) -> Tensor:
     """The whole of `iteration.orthogonalize`, with a given choice."""
     room = iteration.make_room(*matrices.shape, device=matrices.device, choice=choice)
-    normalize(matrices, out=room[0])
-    return iteration.iterate(room, segments, dtype=matrices.dtype, choice=choice)
+    counters = iteration.make_counters(len(matrices), segments, device=matrices.device, choice=choice)
+    normalize(matrices, out=room[0], cleared=counters.view(-1))
+    return iteration.iterate(room, counters, segments, dtype=matrices.dtype, choice=choice)
 
 
 def ceiling(dtype: torch.dtype) -> float:

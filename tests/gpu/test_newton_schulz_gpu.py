@@ -46,8 +46,9 @@ def with_choice(matrices: Tensor, choice: object, spare: Tensor | None = None) -
     segments = tuple(segment.coefficients for segment in NewtonSchulz().segments(*matrices.shape[1:]))
     room = iteration.make_room(*matrices.shape, device=matrices.device, choice=choice)
     room.fill_(float("nan"))
-    iteration.normalize(matrices, out=room[0])
-    return iteration.iterate(room, segments, dtype=matrices.dtype, choice=choice, spare=spare)
+    counters = iteration.make_counters(len(matrices), segments, device=matrices.device, choice=choice)
+    iteration.normalize(matrices, out=room[0], cleared=counters.view(-1))
+    return iteration.iterate(room, counters, segments, dtype=matrices.dtype, choice=choice, spare=spare)
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)

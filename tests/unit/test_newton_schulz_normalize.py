@@ -77,3 +77,12 @@ def test_rows_are_read_where_they_lie() -> None:
     kernels.normalize_rows(rows.to(DEVICE), place.to(DEVICE), out=out)
     matrices = torch.where((place >= 0)[:, :, None], rows[place], 0.0)
     torch.testing.assert_close(out.cpu().double(), expected(matrices), rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("length", [1, 40, 64, 100])
+def test_counters_are_cleared_and_nothing_behind_them(length: int) -> None:
+    memory = torch.full((200,), 7, dtype=torch.int32, device=DEVICE)
+    matrices = torch.randn(2, 3, 16, device=DEVICE)
+    kernels.normalize(matrices, out=torch.empty_like(matrices), cleared=memory[:length])
+    assert not memory[:length].any()
+    assert (memory[length:] == 7).all()

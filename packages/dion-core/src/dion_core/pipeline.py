@@ -59,6 +59,8 @@ def step_matrices(
         bucket.selector.select(score, bucket.tables, of_bucket)
         for bucket, score, of_bucket in zip(plan.buckets, known, active, strict=False)
     ]
+    if selections:
+        torch._foreach_add_([bucket.chosen for bucket in plan.buckets], [chosen.count for chosen in selections])
     if plan.session is not None:
         run(plan.session.begin(selections[: len(plan.transported)]))
     moves = [move(*each) for each in zip(plan.buckets, of_buckets, selections, strict=True)]
@@ -183,7 +185,6 @@ def move(bucket: MatrixBucket, operands: Operands, chosen: RowSelection) -> Step
     chosen = with_age(chosen, operands.waited)
     selection = bucket.exchange.admit(chosen)
     wait_(operands.waited, chosen, selection)
-    bucket.chosen += chosen.count
     if selection is not chosen:
         bucket.refused += chosen.count - selection.count
     rows = bucket.exchange.reserve(selection)

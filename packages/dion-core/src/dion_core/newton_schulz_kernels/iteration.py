@@ -50,8 +50,9 @@ def orthogonalize(matrices: Tensor, segments: Segments) -> Tensor:
     """
     choice = choice_for(matrices.device, *matrices.shape)
     room = make_room(*matrices.shape, device=matrices.device, choice=choice)
-    normalize(matrices, out=room[0])
-    return iterate(room, segments, dtype=matrices.dtype, choice=choice)
+    counters = make_counters(len(matrices), segments, device=matrices.device, choice=choice)
+    normalize(matrices, out=room[0], cleared=counters.view(-1))
+    return iterate(room, counters, segments, dtype=matrices.dtype, choice=choice)
 
 
 def orthogonalize_rows(rows: Tensor, place: Tensor, segments: Segments, spare: Tensor | None = None) -> Tensor:
@@ -69,8 +70,9 @@ def orthogonalize_rows(rows: Tensor, place: Tensor, segments: Segments, spare: T
     shape = (*place.shape, rows.shape[1])
     choice = choice_for(rows.device, *shape)
     room = make_room(*shape, device=rows.device, choice=choice)
-    normalize_rows(rows, place, out=room[0])
-    return iterate(room, segments, dtype=rows.dtype, choice=choice, spare=spare)
+    counters = make_counters(len(place), segments, device=rows.device, choice=choice)
+    normalize_rows(rows, place, out=room[0], cleared=counters.view(-1))
+    return iterate(room, counters, segments, dtype=rows.dtype, choice=choice, spare=spare)
 
 
 def preparations(
@@ -99,8 +101,10 @@ def preparations(
             _run(plan, nothing(1 + choice.apply_inside, *one), out, nothing(plan.buffers, 1, m, m), counters, choice)
 
     def compile_norms() -> None:
+        counters = make_counters(batch, segments, device=device, choice=choice).view(-1)
+        place = nothing(1, rows, dtype=torch.int64)
         with compiles_only():
-            normalize_rows(nothing(1, columns, dtype=dtype), nothing(1, rows, dtype=torch.int64), out=nothing(*one))
+            normalize_rows(nothing(1, columns, dtype=dtype), place, out=nothing(*one), cleared=counters)
 
     return [compile_products, compile_norms]
 
@@ -110,13 +114,26 @@ def make_room(batch: int, rows: int, columns: int, *, device: torch.device, choi
     return torch.empty((2 if choice.apply_inside else 1, batch, rows, columns), dtype=torch.float16, device=device)
 
 
+def make_counters(batch: int, segments: Segments, *, device: torch.device, choice: Choice) -> Tensor:
+    """(launches, at least B + 1) int32, uninitialized, for `iterate`, which needs them cleared."""
+    launches = 1 if choice.apply_inside else len(segments)
+    return torch.empty((launches, cdiv(batch + 1, _ALIGNED) * _ALIGNED), dtype=torch.int32, device=device)
+
+
 def iterate(
-    room: Tensor, segments: Segments, *, dtype: torch.dtype, choice: Choice, spare: Tensor | None = None
+    room: Tensor,
+    counters: Tensor,
+    segments: Segments,
+    *,
+    dtype: torch.dtype,
+    choice: Choice,
+    spare: Tensor | None = None,
 ) -> Tensor:
     """Returns (B, R, C): the matrices of ``room[0]`` after all steps of all segments. May lie in ``room`` or ``spare``.
 
     Args:
         room: (1 or 2, B, R, C) float16 from `make_room`, the first part filled. Overwritten.
+        counters: from `make_counters`, zeros. Overwritten.
         segments: (a, b, c) of each step, by segment.
         dtype: of the result, float16 or bfloat16; any other is cast from float16.
         choice: from `choice_for`, the one that `room` was made with.
@@ -127,8 +144,6 @@ def iterate(
     plans = _plans(segments, (batch, rows, columns), choice, device)
     last = len(plans) - 1
     work = torch.empty((max(plan.buffers for plan in plans), batch, m, m), dtype=torch.float16, device=device)
-    aligned = cdiv(batch + 1, _ALIGNED) * _ALIGNED
-    counters = torch.zeros((len(plans), aligned), dtype=torch.int32, device=device)
     # The last product does not read what it writes; the others have no result, and take the same compiled kernel.
     copies = (room[0], room[1] if choice.apply_inside else _second_copy(room[0], spare))
     out = copies[len(segments) % 2].view(_narrow(dtype))

@@ -31,10 +31,16 @@ def _power_of_two(largest):
     return (tl.minimum(tl.maximum(254 - exponent, 1), 253) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["eighths"])
-def _row_norms_kernel(x, place, largest, squares, eighths, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Writes the largest absolute value of a row, and its sum of squares once scaled."""
+@triton.jit(do_not_specialize=["eighths", "num_cleared"])
+def _row_norms_kernel(
+    x, place, largest, squares, cleared, eighths, num_cleared,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CLEARED: tl.constexpr,
+):  # fmt: skip
+    """Writes the largest absolute value of a row, and its sum of squares once scaled; the first one clears counters."""
     row = tl.program_id(0).to(tl.int64)
+    if row == 0:
+        counter = tl.arange(0, CLEARED)
+        tl.store(cleared + counter, tl.zeros((CLEARED,), tl.int32), mask=counter < num_cleared)
     source = tl.load(place + row)
     # The factor tells the compiler that rows begin at multiples of 16 bytes; a row that is nowhere has no columns.
     columns = tl.where(source >= 0, eighths, 0) * 8
@@ -98,14 +104,22 @@ def _normalize_kernel(
             tl.store(target + block * BLOCK + offsets, (values * power * inverse).to(out.dtype.element_ty), mask=inside)
 
 
-def normalize(matrices: Tensor, *, out: Tensor) -> Tensor:
+def normalize(matrices: Tensor, *, out: Tensor, cleared: Tensor | None = None) -> Tensor:
     """Returns `out`, holding each matrix over its Frobenius norm.
 
     Args:
         matrices: (B, R, C), float32, bfloat16 or float16; C a multiple of 8, none of the sizes 0.
         out: (B, R, C), contiguous, of any of these dtypes.
+        cleared: see `normalize_rows`.
     """
-    return normalize_rows(matrices.contiguous().flatten(0, 1), _in_order(*matrices.shape[:2], matrices.device), out=out)
+    place = _in_order(*matrices.shape[:2], matrices.device)
+    return normalize_rows(matrices.contiguous().flatten(0, 1), place, out=out, cleared=cleared)
+
+
+@lru_cache(maxsize=64)
+def _no_counters(device: torch.device) -> Tensor:
+    """(1,) int32, of which none is cleared."""
+    return torch.empty(1, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=64)
@@ -114,13 +128,14 @@ def _in_order(batch: int, rows: int, device: torch.device) -> Tensor:
     return torch.arange(batch * rows, device=device).view(batch, rows)
 
 
-def normalize_rows(buffer: Tensor, place: Tensor, *, out: Tensor) -> Tensor:
+def normalize_rows(buffer: Tensor, place: Tensor, *, out: Tensor, cleared: Tensor | None = None) -> Tensor:
     """Returns `out`, holding each matrix over its Frobenius norm.
 
     Args:
         buffer: (S, C), contiguous, float32, bfloat16 or float16: the rows of all matrices; C a multiple of 8.
         place: (B, R) int64, contiguous: where in the buffer each row of each matrix is; -1 for a row of zeros.
         out: (B, R, C), contiguous, of any of these dtypes; none of the sizes 0.
+        cleared: 1-D int32 that is set to 0, for which no launch of its own is needed.
     """
     batch, rows, columns = out.shape
     block = min(power_of_two(columns), _BLOCK)
@@ -130,10 +145,12 @@ def normalize_rows(buffer: Tensor, place: Tensor, *, out: Tensor) -> Tensor:
     own = 8 if rows > 512 else 2
     norms = torch.empty((2, batch * rows), dtype=torch.float32, device=out.device)
     largest, squares = norms.unbind()
+    num_cleared = 0 if cleared is None else len(cleared)
     warps = 4 if block <= 2048 else 8
     launch(
-        _row_norms_kernel, batch * rows, out.device, buffer, place, largest, squares, columns // 8,
-        BLOCK=block, BLOCKS=blocks, warps=warps, contracted=True,
+        _row_norms_kernel, batch * rows, out.device, buffer, place, largest, squares,
+        _no_counters(out.device) if cleared is None else cleared, columns // 8, num_cleared,
+        BLOCK=block, BLOCKS=blocks, CLEARED=max(power_of_two(num_cleared), 64), warps=warps, contracted=True,
     )  # fmt: skip
     launch(
         _normalize_kernel, cdiv(rows, own), out.device, buffer, place, out, largest, squares, rows, columns // 8,
