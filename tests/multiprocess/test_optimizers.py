@@ -1,6 +1,6 @@
 """Every optimizer over every transport and layout equals the float64 reference; real FSDP2 and DDP models too."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,15 +58,35 @@ FP32 = {"other": 10 * 2**-24, "weight": 1e-6, "second_moment": 1e-4}
 BF16_WIRE = {"other": 10 * 2**-24, "weight": 1e-4, "second_moment": 5e-3}
 
 
+Way = dict[str, Any]
+Choices = Sequence[tuple[Problem, dict[str, Any]]]
+
+
+def choices(optimizer: str, number: int, way: Way) -> Choices:
+    """The options of one transport and scope; each of the Dion2 family takes every second one of them."""
+    if optimizer in MATRIX_FAMILY:
+        return MUON_OPTIONS[:: 1 if optimizer == "Muon" else 2]
+    if way["scope"] == "all":  # the fraction does not matter
+        return DION_OPTIONS[optimizer == "NorDion2" :][:1]
+    return DION_OPTIONS[(number + (optimizer == "NorDion2")) % 2 :: 2]
+
+
+def shared_out(ways: Sequence[tuple[Way, Choices]]) -> Iterator[tuple[Way, Choices]]:
+    """Every transport and scope, and with every scope all its options, each with one of the transports."""
+    for scope in dict.fromkeys(way.get("scope") for way, _ in ways):
+        of_scope = [(way, chosen) for way, chosen in ways if way.get("scope") == scope]
+        options: list[tuple[Problem, dict[str, Any]]] = []
+        for _, chosen in of_scope:
+            options += [each for each in chosen if each not in options]
+        for number in range(max(len(of_scope), len(options))):
+            yield of_scope[number % len(of_scope)][0], [options[number % len(options)]]
+
+
 def cells_of(optimizer: str, layout: str) -> Iterator[Cell]:
-    """Every transport and scope with every option; each of the Dion2 family takes every second one of them."""
-    for number, way in enumerate(transports_and_scopes(optimizer)):
-        if optimizer in MATRIX_FAMILY:
-            chosen = MUON_OPTIONS[:: 1 if optimizer == "Muon" else 2]
-        elif way["scope"] == "all":  # the fraction does not matter
-            chosen = DION_OPTIONS[optimizer == "NorDion2" :][:1]
-        else:
-            chosen = DION_OPTIONS[(number + (optimizer == "NorDion2")) % 2 :: 2]
+    """Every transport and scope with every option. Where nothing is split no transport has rows to move: there one
+    transport is enough for each option."""
+    ways = [(way, choices(optimizer, number, way)) for number, way in enumerate(transports_and_scopes(optimizer))]
+    for way, chosen in ways if layout in ("shard0", "shard1") else shared_out(ways):
         for problem, options in chosen:
             yield Cell(problem, optimizer, layout, {**way, **options})
 

@@ -1,5 +1,6 @@
 """The same gradients give the same bits at every number of ranks: exact scopes, on a CPU, one thread a process."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -48,6 +49,22 @@ def exact_cells(layout: str) -> list[Cell]:
     ]
 
 
+Pair = tuple[Cell, list[Snapshot]]
+
+
+def shared_out(pairs: Sequence[Pair]) -> list[Pair]:
+    """Every entry of EXACT with each of its scopes once, with the transports by turns.
+
+    Enough where nothing is split: no transport has rows to move there.
+    """
+    alike: dict[tuple[int, str, tuple[tuple[str, Any], ...]], list[Pair]] = {}
+    for cell, wanted in pairs:
+        options = {name: value for name, value in cell.options.items() if name != "transport"}
+        key = (id(cell.problem), cell.optimizer, tuple(sorted(options.items())))
+        alike.setdefault(key, []).append((cell, wanted))
+    return [of_key[number % len(of_key)] for number, of_key in enumerate(alike.values())]
+
+
 @pytest.fixture(scope="module")
 def one_process() -> list[list[Snapshot]]:
     """One process with whole plain tensors."""
@@ -57,8 +74,10 @@ def one_process() -> list[list[Snapshot]]:
 @pytest.mark.parametrize("layout", EXACT_LAYOUTS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_exact_scopes_give_the_same_bits(world_size: int, layout: str, one_process: list[list[Snapshot]]) -> None:
-    cells = exact_cells(layout)
-    for cell, actual, wanted in zip(cells, train_cells(cells, world_size), one_process, strict=True):
+    pairs = list(zip(exact_cells(layout), one_process, strict=True))
+    pairs = pairs if layout == "shard0" else shared_out(pairs)
+    trained = train_cells([cell for cell, _ in pairs], world_size)
+    for (cell, wanted), actual in zip(pairs, trained, strict=True):
         for step, one, other in zip(cell.steps, actual, wanted, strict=True):
             assert_equal_bits(one, other, f"{cell.optimizer} {cell.options} after {step} steps")
 

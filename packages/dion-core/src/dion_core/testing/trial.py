@@ -111,8 +111,11 @@ def admitted_everywhere(trial: Trial) -> Tensor:
         # A wrong index is the affair of another check; here it must not keep this rank from its collective.
         place = position.gather(1, index.clamp(0, position.shape[1] - 1))
         mask[place[trial.admitted.valid()]] = 1
-    if layout.axis is Axis.ROWS:
-        layout.group.all_reduce(mask, "sum").wait()
+    if layout.axis is Axis.ROWS:  # one message to every rank, of which gloo needs a row one after the other to add
+        size, everywhere = layout.group.size, mask.repeat(layout.group.size)
+        by_rank, lengths = torch.empty_like(everywhere), [len(mask)] * size
+        layout.group.all_to_all(by_rank, everywhere, lengths, lengths).wait()
+        mask = by_rank.view(size, -1).amax(dim=0)
     return mask[:-1].view(num_matrices, rows) > 0
 
 
