@@ -108,12 +108,19 @@ class Step(NamedTuple):
 
 
 def cells_of(name: str, layout: str) -> list[Cell]:
-    """Every scope of the transport: NorMuon for all rows, Dion2 and NorDion2 for a choice."""
+    """Every scope of the transport: NorMuon for all rows, Dion2 and NorDion2 for a choice.
+
+    Where nothing is split the transport has no rows to move: one of the two there, the other with the next transport.
+    """
     transport: Any = INSTANCES.get(name, name)
     scopes = sorted((INSTANCES.get(name) or available_transports()[name]).scopes)
+    choosing = ("Dion2", "NorDion2")
+    if layout not in ("shard0", "shard1"):
+        turn = (TRANSPORTS.index(name) + LAYOUTS.index(layout)) % len(choosing)
+        choosing = choosing[turn : turn + 1]
     cells = []
     for scope in scopes:
-        for optimizer in ("NorMuon",) if scope == "all" else ("Dion2", "NorDion2"):
+        for optimizer in ("NorMuon",) if scope == "all" else choosing:
             options = {"transport": transport} | ({} if scope == "all" else {"scope": scope})
             cells.append(Cell(PROBLEM, optimizer, layout, options))
     return cells
