@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,24 @@ def test_transports_lists_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dion_json("transports", code=1)["groups"] == []
 
 
+REAL_RUN = subprocess.run
+
+
+@cache
+def tried(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """What a process of this environment says, which was found once."""
+    return REAL_RUN(command, capture_output=True, text=True, timeout=doctor.TRIED_SECONDS)
+
+
+@pytest.fixture
+def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dion doctor` starts a process for the MPI library and for the groups once for all tests."""
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: tried(tuple(command)))
+
+
+tries_once = pytest.mark.usefixtures("tried_once")
+
+
 def findings(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | None]) -> Any:
     real = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: versions[name] if name in versions else real(name))
@@ -139,6 +158,7 @@ def test_doctor_finds_this_environment() -> None:
         assert {*each["found"].split(), *each["remedy"].split()} <= set(shown.split())
 
 
+@tries_once
 def test_doctor_refuses_versions_that_do_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
     healthy, found = findings(monkeypatch, {"dion-comm-nccl": "0.0.9"})
     assert not healthy
@@ -150,6 +170,7 @@ def test_doctor_refuses_versions_that_do_not_match(monkeypatch: pytest.MonkeyPat
     }
 
 
+@tries_once
 def test_doctor_takes_what_is_optional_for_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     healthy, found = findings(monkeypatch, {"triton": "3.5.1", "dion-comm-varlen": None})
     assert healthy
@@ -175,6 +196,7 @@ def test_doctor_tries_the_mpi_library(code: int, found: str, monkeypatch: pytest
     assert all_found["group mpi"]["found"] == ("no library" if code else "installed")
 
 
+@tries_once
 def test_doctor_says_how_groups_are_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dion_core.groups.entry_points", lambda group: [])
     _, found = findings(monkeypatch, {"dion-comm-mpi": None})
@@ -182,6 +204,7 @@ def test_doctor_says_how_groups_are_had(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["groups"]["state"] == "optional"
 
 
+@tries_once
 def test_doctor_looks_at_pairs_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = {
         "is_available": lambda: True,
