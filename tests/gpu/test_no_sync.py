@@ -137,7 +137,7 @@ def test_an_exchange_does_not_wait(name: str, axis: Axis, nccl: TorchGroup) -> N
     if session.host_reads:
         assert name in MUST_READ
         pytest.skip("reads on the host in every step, and says so")
-    chosen, momentum = problem.select(), problem.local(problem.whole)
+    chosen, momentum = problem.selected, problem.local(problem.whole)
     for _ in range(WARM_UP):
         expected = exchanged(session, exchange, chosen, momentum)
     with no_sync():

@@ -19,7 +19,7 @@ from dion_core.registry import available_transports
 from dion_core.testing.cells import Case, cases, problems, vacuous
 from dion_core.testing.conformance import Outcome, check_all, check_transport
 from dion_core.testing.ranks import pool
-from dion_core.testing.trial import play
+from dion_core.testing.trial import play, stage
 from dion_core.transport import Bucket, Scope, Session, Transport
 from tests.faulty_transports import FAULTS, Faulty, Opened, Sound
 
@@ -91,7 +91,8 @@ def check_rows(transport: Transport) -> tuple[list[Outcome], int]:
     headers = 0
     for case in chosen:
         if case.num_matrices == 5:
-            for trial in play(transport, case, TorchGroup(dist.group.WORLD), torch.device("cpu"), unused=0.0):
+            steps = stage(case, TorchGroup(dist.group.WORLD), torch.device("cpu"))
+            for trial in play(transport, steps, unused=0.0):
                 headers += sum(trial.planned.forward) - sum(trial.planned.back)
     return outcomes, headers
 
@@ -153,7 +154,7 @@ def test_cells_are_the_whole_grid() -> None:
 def test_a_cell_that_is_not_what_it_is_called_is_vacuous(axis: Axis, claimed: str) -> None:
     case = Case("global", axis, "even", 5, torch.float32)
     [problem] = problems(case, SoloGroup(size=4, ranks=(0, 1, 2, 3)), torch.device("cpu"))
-    chosen = problem.select()
+    chosen = problem.selected
     assert not [*vacuous(case, problem, chosen)]
     assert any(claimed in text for text in vacuous(replace(case, shards=claimed), problem, chosen))
 

@@ -112,7 +112,8 @@ class Problem:
         parts = zip(whole, layout.segments[layout.group.rank], strict=True)
         return [torch.cat([matrix.narrow(dim, *piece) for piece in pieces], dim) for matrix, pieces in parts]
 
-    def select(self) -> RowSelection:
+    @cached_property
+    def selected(self) -> RowSelection:
         """The rows chosen by their L1 norms, which need no communication here."""
         dtype = accumulation_dtype(self.whole.dtype)
         scores = self.whole.abs().sum(dim=2, dtype=dtype)

@@ -36,7 +36,7 @@ from dion_core.layout import Axis
 from dion_core.process_groups import TorchGroup
 from dion_core.registry import choose_transport
 from dion_core.testing.cells import Case, cases, vacuous
-from dion_core.testing.trial import Trial, admitted_everywhere, oracle, play
+from dion_core.testing.trial import Trial, admitted_everywhere, oracle, play, stage
 from dion_core.transport import Transport
 
 TOLERANCE = {
@@ -107,7 +107,8 @@ def check_transport(transport: Transport, case: Case, device: str = "cpu", *, gr
     trials: list[list[Trial]] = []
     with observe() as calls:
         try:
-            trials = [play(transport, case, group, torch.device(device), unused=fill) for fill in _UNUSED]
+            steps = stage(case, group, torch.device(device))
+            trials = [play(transport, steps, unused=fill) for fill in _UNUSED]
         except Exception as error:
             failures.append(f"raised {type(error).__name__}: {error}")
     status = _Status.of(calls, trials[0] if not failures else [], group.rank)

@@ -78,19 +78,23 @@ class Trial:
         return [self.results.values.index_select(0, slot[:count]) for slot, count in slots]
 
 
-def play(transport: Transport, case: Case, group: Group, device: torch.device, *, unused: float) -> list[Trial]:
+def stage(case: Case, group: Group, device: torch.device) -> list[list[Problem]]:
+    """By step of a cell, its problems. Playing does not change them."""
+    return [problems(case, group, device, step) for step in range(NUM_STEPS if case.twist == "steps" else 1)]
+
+
+def play(transport: Transport, steps: Sequence[Sequence[Problem]], *, unused: float) -> list[Trial]:
     """The trials of all buckets and steps of a cell, in one session that is opened for it. Collective.
 
     Args:
+        steps: by step, a problem a bucket.
         unused: what stands in slots that hold no admitted row.
     """
-    num_steps = NUM_STEPS if case.twist == "steps" else 1
-    steps = [problems(case, group, device, step) for step in range(num_steps)]
     session = transport.open([problem.bucket for problem in steps[0]])
     trials = []
     for step in steps:
-        chosen = [problem.select() for problem in step]
-        wanted = [_copy(rows) for rows in chosen]
+        wanted = [problem.selected for problem in step]
+        chosen = [_copy(rows) for rows in wanted]
         run(session.begin(chosen))
         moves = [
             _move(exchange, problem, rows, unused, tells=transport.outer_axes)
