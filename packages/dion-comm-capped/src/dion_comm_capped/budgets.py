@@ -170,7 +170,7 @@ def _suitable(seen: Tensor, fair: Tensor) -> Tensor:
     """(pairs,) int64: the budgets that suit the (steps, pairs) counts of one bucket."""
     looks_back, margin = _best(seen, fair)
     # One row at least: what a pair suddenly needs would else wait for as long as the counts take to arrive.
-    return _forecast(seen, fair, looks_back).with_margin(margin).maximum(fair.clamp(max=1))
+    return _forecasts(seen[-looks_back:], fair, looks_back).with_margin(margin)[-1].maximum(fair.clamp(max=1))
 
 
 def _best(seen: Tensor, fair: Tensor) -> tuple[int, float]:
@@ -181,29 +181,31 @@ def _best(seen: Tensor, fair: Tensor) -> tuple[int, float]:
     allowed = SHARE * int(later.sum())
     tried = []
     for looks_back in LOOKS_BACK:
-        forecasts = [_forecast(seen[: last + 1], fair, looks_back) for last in range(1, len(seen) - AHEAD)]
-        stacked = _Forecast(*map(torch.stack, zip(*forecasts, strict=True)))
-        margin = _margin(later, stacked, allowed)
-        budgets = stacked.with_margin(margin)
+        need, deviation = _forecasts(seen[:-AHEAD], fair, looks_back)
+        forecasts = _Forecast(need[1:], deviation[1:])
+        margin = _margin(later, forecasts, allowed)
+        budgets = forecasts.with_margin(margin)
         tried.append((max(_refused(later, budgets), allowed), int(budgets.sum()), looks_back, margin))
     return min(tried)[2:]
 
 
-def _forecast(seen: Tensor, fair: Tensor, looks_back: int) -> _Forecast:
-    """What the pairs will need, between their fair share and the mean of the latest counts.
+def _forecasts(seen: Tensor, fair: Tensor, looks_back: int) -> _Forecast:
+    """What the pairs will need as it looks after each of the (steps, pairs) counts, of which the latest few are used.
 
+    It lies between their fair share and the mean of the latest counts.
     The mean is trusted as far as the pairs differ by more than scatter: if all pairs have the same hidden need, the
     high ones will fall and the low ones rise. What is trusted of the mean of n counts brings in 1/n of their variance.
     After a single count of 16, trusted to 3/4 where 8 are fair, the need is 14, and deviates by
     sqrt(15 * (1 + 3 / 4)) = 5.1; after 8 such counts, trusted alike, by sqrt(15 * (1 + 3 / 32)) = 4.1.
     """
-    seen = seen[-looks_back:]
-    steps, fair_sum = len(seen), fair * len(seen)
-    off = seen.sum(dim=0) - fair_sum
-    squares = int(off.square().sum())
-    trust = max(1 - int(fair_sum.sum()) / squares, 0.0) if squares else 0.0
+    steps = torch.arange(1, len(seen) + 1).clamp(max=looks_back)[:, None]
+    sums = seen.cumsum(dim=0)
+    sums[looks_back:] -= sums[:-looks_back].clone()
+    off = sums - fair * steps
+    squares = off.square().sum(dim=1, keepdim=True)
+    trust = torch.where(squares > 0, (1 - (fair.sum() * steps).double() / squares).clamp(min=0), 0)
     need, deviation = _certain(fair.double() + trust * (off.double() / steps))
-    return _Forecast(need, deviation * math.sqrt(1 + trust / steps))
+    return _Forecast(need, deviation * (1 + trust / steps).sqrt())
 
 
 def _margin(seen: Tensor, forecasts: _Forecast, allowed: float) -> float:
