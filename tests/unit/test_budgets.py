@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dion_comm_capped.budgets import LearnedBudgets, fixed_budgets
+from dion_comm_capped.budgets import LearnedBudgets, _forecasts, fixed_budgets
 from dion_comm_capped.capped import DELAY, Capped, CappedSession, PooledExchange
 from dion_core.rows import RowSelection
 from dion_core.steps import run
@@ -108,6 +108,27 @@ def test_few_counts_get_more_room() -> None:
         expected = [need + margin * math.sqrt((need + 1) * (1 + trust / steps)) for need in (hot, cold)]
         assert learned.budgets == tuple(map(round, expected)) * 2
     assert [round(budget) for budget in expected] == [37, 17]
+
+
+@pytest.mark.parametrize("looks_back", [1, 4, 8])
+@pytest.mark.parametrize("num_steps", [1, 4, 12])
+def test_what_pairs_will_need_after_each_step(looks_back: int, num_steps: int) -> None:
+    """By sums of the latest counts, step by step, with Python's numbers."""
+    generator = np.random.default_rng(num_steps)
+    fair = [0, 7, 16, 100]
+    seen = generator.poisson([3, 20, 16, 90], size=(num_steps, 4))
+    seen[0] = fair  # nothing is off: trusted not at all
+    need, deviation = _forecasts(torch.tensor(seen), torch.tensor(fair), looks_back)
+    for step in range(num_steps):
+        latest = seen[max(0, step + 1 - looks_back) : step + 1].tolist()
+        off = [sum(counts) - len(latest) * each for counts, each in zip(zip(*latest, strict=True), fair, strict=True)]
+        squares = sum(each * each for each in off)
+        trust = max(1 - len(latest) * sum(fair) / squares, 0) if squares else 0
+        for pair, (each, by) in enumerate(zip(fair, off, strict=True)):
+            expected = each + trust * by / len(latest)
+            assert need[step, pair].item() == pytest.approx(expected, rel=1e-14)
+            spread = math.sqrt((expected + 1) * (1 + trust / len(latest)))
+            assert deviation[step, pair].item() == pytest.approx(spread, rel=1e-14)
 
 
 @pytest.mark.parametrize("drift", [False, True])
