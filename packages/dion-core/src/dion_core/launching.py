@@ -27,12 +27,11 @@ _ALIGNMENT = 16
 _compiled: dict[tuple[Any, ...], tuple[DriverKernel | None, Any]] = {}
 """Kernels by what they were compiled for: as the driver launches them, and as Triton compiled them."""
 
-_is_constant: dict[int, tuple[bool, ...]] = {}
-"""By kernel (its id, since its hash is slow), for every parameter whether it is a compile-time constant."""
-
-
 _compiling: dict[tuple[Any, ...], threading.Lock] = {}
 """By the same: held by the thread that compiles it, while others wait for it."""
+
+_is_constant: dict[int, tuple[bool, ...]] = {}
+"""By kernel (its id, since its hash is slow), for every parameter whether it is a compile-time constant."""
 
 
 class _Thread(threading.local):

@@ -207,8 +207,8 @@ def move(bucket: MatrixBucket, operands: Operands, chosen: RowSelection) -> Step
 def apply(target: Target, operands: Operands, active: Tensor, moves: Sequence[Steps[Update]]) -> Steps[None]:
     """Brings the updates that are computed here to the parameters of the target."""
     updates = []
-    for move in moves:
-        updates.append((yield from move))
+    for each in moves:
+        updates.append((yield from each))
     update = yield from target.delivery.deliver(updates)
     bucket, scalars = target.bucket, operands.scalars
     update_(
