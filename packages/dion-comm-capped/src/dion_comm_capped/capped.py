@@ -127,11 +127,18 @@ class PooledExchange(Exchange):
         return Traffic(forward, back, collectives=2)
 
 
+def exchange_of(bucket: Bucket, options: Capped) -> Exchange:
+    """The exchange of a bucket, which sends every slot until it is told budgets."""
+    if bucket.layout.axis is Axis.ROWS:
+        return PooledExchange(bucket, options)
+    return SlotExchange(bucket, SlotPlan.of(bucket, bucket.offered))  # all ranks know the same rows: nothing to pool
+
+
 class CappedSession(Session):
     """All buckets of one optimizer, and the budgets that they learn together."""
 
     def __init__(self, buckets: Sequence[Bucket], options: Capped) -> None:
-        super().__init__([options.rehearsal(bucket) for bucket in buckets])
+        super().__init__([exchange_of(bucket, options) for bucket in buckets])
         self._options = options
         self._learned = LearnedBudgets(
             [torch.tensor(fixed_budgets(exchange.bucket, 1.0)).flatten() for exchange in self._pooled]

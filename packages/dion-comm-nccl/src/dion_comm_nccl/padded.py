@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dion_core.layout import Axis
-from dion_core.packing import SlotExchange, SlotPlan, SlotRule
+from dion_core.packing import SlotExchange, SlotPlan
 from dion_core.transport import Bucket, Exchange, Scope, Session, Transport
 
 
@@ -26,10 +26,10 @@ class FullShard(Transport):
     outer_axes: ClassVar[bool] = True
 
     def rehearsal(self, bucket: Bucket) -> Exchange:
-        return SlotExchange(bucket, SlotPlan.of(bucket, _shard_slots(bucket)))
+        return _whole_shards(bucket)
 
     def open(self, buckets: Sequence[Bucket]) -> Session:
-        return Session([self.rehearsal(bucket) for bucket in buckets])
+        return Session([_whole_shards(bucket) for bucket in buckets])
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,17 @@ class LocalTopRows(Transport):
         return self.slack
 
     def rehearsal(self, bucket: Bucket) -> Exchange:
-        return SlotExchange(bucket, SlotPlan.of(bucket, bucket.offered))
+        return _offers(bucket)
 
     def open(self, buckets: Sequence[Bucket]) -> Session:
-        return Session([self.rehearsal(bucket) for bucket in buckets])
+        return Session([_offers(bucket) for bucket in buckets])
 
 
-def _shard_slots(bucket: Bucket) -> SlotRule:
+def _whole_shards(bucket: Bucket) -> SlotExchange:
     # Where columns are split all ranks know the same rows, so that nothing but those needs a slot.
-    return bucket.offered if bucket.layout.axis is Axis.COLUMNS else bucket.layout.rows
+    slots = bucket.offered if bucket.layout.axis is Axis.COLUMNS else bucket.layout.rows
+    return SlotExchange(bucket, SlotPlan.of(bucket, slots))
+
+
+def _offers(bucket: Bucket) -> SlotExchange:
+    return SlotExchange(bucket, SlotPlan.of(bucket, bucket.offered))

@@ -83,7 +83,8 @@ def launch(
     """Starts `programs` (perhaps no) programs of the kernel, times `second`, on the device's current stream.
 
     Args:
-        kernel: a `triton.jit` or `gluon.jit` function whose integers are all in `do_not_specialize`.
+        kernel: a `triton.jit` or `gluon.jit` function whose integers are all in `do_not_specialize`, and that is given
+            a tensor, an integer or a float in the same places at every call.
         programs: how many along the first axis of the grid.
         device: of all tensors.
         arguments: the first ones, in order, after the descriptors.

@@ -65,8 +65,8 @@ class Orthogonalizer(Protocol):
     plan that ranks compare, so it must be the same on every rank. It may offer ``segments(rows, columns)`` as
     `NewtonSchulz` does; a transport that sums Gram matrices over ranks needs that. On a GPU its
     `of_rows(rows, place, spare)` is called in place of it where it has one: `spare` is memory that it may
-    overwrite and return its result in, or None. What `preparations` returns is called while an optimizer is built,
-    each in a thread of its own, and `workspace` for reports.
+    overwrite and return its result in, or None. What `preparations` returns is called while an optimizer is built, by
+    several threads, and `workspace` for reports.
     """
 
     def __call__(self, matrices: Tensor, /) -> Tensor:

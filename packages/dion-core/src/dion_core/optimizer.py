@@ -327,11 +327,12 @@ class MatrixOptimizer(Optimizer):
             return self._keeping.make_plan(self.param_groups, self._names, self.rule, self._replicas, transport)
 
     def _adopt(self, plan: Plan) -> None:
-        """Compares the plan with the other ranks' and opens its transport. Collective."""
+        """Compiles for the plan, compares it with the other ranks' and opens its transport. Collective."""
+        with self._raised_by_all():
+            prepare(plan.buckets, plan.choice.transport if plan.choice is not None else None)
         kind = f"{type(self).__name__}, nonfinite={self._nonfinite!r}, state={self._keeping!r}"
         compare_plans([kind, *plan.describe(self._group.size)], self._group, self._device, own=plan.describe_own())
         plan.open()
-        prepare(plan.buckets, plan.choice.transport if plan.choice is not None else None)
         self._keeping.adopt(plan, self.state)
         self._set_waiting(plan)
         if self._plan is not None:

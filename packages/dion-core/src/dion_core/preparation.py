@@ -1,8 +1,9 @@
 """What a step launches is compiled while the optimizer is built, many kernels at a time, so that no step waits for it.
 
 A rehearsal goes through the step of one bucket without a message and without a launch, on no values at all, and so
-finds the kernels as the step will. What it does not find (of transports without a rehearsal, or for gradients that lie
-otherwise than their parameters) is compiled in the first step, one after the other.
+finds the kernels as the step will. What is not rehearsed is compiled in the first step, one after the other: rows whose
+columns are split, exchanges over several axes or of transports without a rehearsal, updates that other ranks send, and
+gradients that lie otherwise than their parameters.
 
 Legend: N matrices of a bucket, R local rows and C local columns of one, K slots a matrix.
 """
@@ -13,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from dion_core.buckets import MatrixBucket, momentum_dtype
 from dion_core.collectives import Done, Group, Handle, Reduction
 from dion_core.delivery import Here, Target
 from dion_core.layout import in_pieces
-from dion_core.matrices import alike, matrices
+from dion_core.matrices import ALIGNMENT, alike, matrices
 from dion_core.newton_schulz import Orthogonalizer
 from dion_core.operands import SCALARS, Operands
 from dion_core.ops import KERNEL_DTYPES, accumulate_, has_triton
@@ -42,14 +42,17 @@ def prepare(buckets: Sequence[MatrixBucket], transport: Transport | None) -> Non
     """Compiles for the buckets on GPUs, of which the transport moves those that lie in pieces."""
     on_gpus = [bucket for bucket in buckets if bucket.bucket.device.type == "cuda"]
     orthogonalizers = _of_orthogonalizers(on_gpus)
-    work = [each for in_turn in zip_longest(*orthogonalizers) for each in in_turn if each is not None]
-    work += [(entry.bucket.device, partial(rehearse, entry, transport)) for entry in on_gpus if _has_kernels(entry)]
-    if not work:
+    longest = [each for each, *_ in orthogonalizers]
+    others = [each for _, *rest in orthogonalizers for each in rest]
+    others += [(entry.bucket.device, partial(rehearse, entry, transport)) for entry in on_gpus if _has_kernels(entry)]
+    if not longest and not others:
         return
-    # The first kernel of each orthogonalizer takes as long as all others. More threads would be in its way: those parts
-    # of the compiler that are Python run one at a time.
-    with ThreadPoolExecutor(max_workers=len(orthogonalizers) + OTHERS) as pool:
-        list(pool.map(partial(_do, {device: torch.cuda.current_stream(device) for device, _ in work}), work))
+    do = partial(_do, {device: torch.cuda.current_stream(device) for device, _ in (*longest, *others)})
+    # The longest take as long as all others. More threads for those would be in the way, since what of the compiler is
+    # Python runs in one at a time; and a rehearsal holds buffers, which a step does of few buckets at a time.
+    with ThreadPoolExecutor(max(len(longest), 1)) as alone, ThreadPoolExecutor(OTHERS) as few:
+        for result in (alone.map(do, longest), few.map(do, others)):
+            list(result)
 
 
 def _do(streams: Mapping[torch.device, torch.cuda.Stream], work: Work) -> None:
@@ -60,7 +63,7 @@ def _do(streams: Mapping[torch.device, torch.cuda.Stream], work: Work) -> None:
 
 
 def _of_orthogonalizers(buckets: Sequence[MatrixBucket]) -> list[list[Work]]:
-    """For each orthogonalizer and size of what this rank owns what compiles its kernels, the longest first."""
+    """For each orthogonalizer, and each size of what this rank owns, what compiles its kernels: the longest first."""
     found: dict[object, list[Work]] = {}
     for entry in buckets:
         bucket, owned = entry.bucket, len(entry.bucket.owned(entry.bucket.rank))
@@ -69,7 +72,7 @@ def _of_orthogonalizers(buckets: Sequence[MatrixBucket]) -> list[list[Work]]:
         if owned and preparations is not None and key not in found:
             rows = torch.empty(0, bucket.shape[1], dtype=bucket.dtype, device=bucket.device)
             found[key] = [(bucket.device, each) for each in preparations(rows, owned, bucket.total_rows)]
-    return list(found.values())
+    return [each for each in found.values() if each]
 
 
 def _has_kernels(bucket: MatrixBucket) -> bool:
@@ -122,12 +125,12 @@ def _operands(bucket: MatrixBucket) -> Operands | None:
     addresses = torch.zeros(len(parts), dtype=torch.int64, device=device)
     # Without the tensors themselves: nothing but kernels can go through them, and those are not launched.
     parameters = replace(matrices(parts, addresses, parts[0]), tensors=[None] * len(parts))
-    _, dtype = _dtypes(bucket)
+    (_, dtype), (stride, step) = _dtypes(bucket), parameters.stride
     column = replace(parameters, shape=(parameters.shape[0], 1), stride=(1, 1), aligned=False)
     nothing: Sequence[Tensor] = []
     return Operands(
         parameters=parameters,
-        momentum=replace(parameters, dtype=dtype),
+        momentum=replace(parameters, dtype=dtype, aligned=step == 1 and stride * dtype.itemsize % ALIGNMENT == 0),
         gradients=parameters,
         second_moment=replace(column, dtype=torch.float32) if bucket.rule.normalizer.has_second_moment else nothing,
         waited=replace(column, dtype=torch.int32) if bucket.may_defer else nothing,
