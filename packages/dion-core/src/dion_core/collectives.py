@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -191,4 +191,28 @@ class SoloGroup:
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
         output.copy_(tensor)
+        return Done()
+
+
+class Silence:
+    """The collectives of a group whose messages are not sent; what would arrive keeps its values."""
+
+    def named(self, label: str) -> Self:
+        return self
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
+        return Done()
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
+        return Done()
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
+        return Done()
+
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+        return Done()
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle:
         return Done()

@@ -168,8 +168,7 @@ class MatrixOptimizer(Optimizer):
             skip_nonfinite=self._nonfinite == "skip",
             found_inf=getattr(self, "found_inf", None),
         )
-        own = step_elementwise(plan, self.state, presence, rates)
-        others = [own, *(values.share() for values in plan.shared)]
+        others = [step_elementwise(plan, self.state, presence, rates), *(values.share() for values in plan.shared)]
         step_matrices(plan, operands, presence, others)
         self._skipped += presence.skipped
 
@@ -321,15 +320,14 @@ class MatrixOptimizer(Optimizer):
         agree_on_shards(self.param_groups, self._names, self._group, self._replicas, self._device)
 
     def _make_plan(self) -> Plan:
-        kept = self._plan.choice if self._plan is not None else None
-        transport = self._transport if kept is None else kept
+        transport = (self._plan and self._plan.choice) or self._transport
         with through(self._replicas):
             return self._keeping.make_plan(self.param_groups, self._names, self.rule, self._replicas, transport)
 
     def _adopt(self, plan: Plan) -> None:
         """Compiles for the plan, compares it with the other ranks' and opens its transport. Collective."""
         with self._raised_by_all():
-            prepare(plan.buckets, plan.choice.transport if plan.choice is not None else None)
+            prepare(plan)
         kind = f"{type(self).__name__}, nonfinite={self._nonfinite!r}, state={self._keeping!r}"
         compare_plans([kind, *plan.describe(self._group.size)], self._group, self._device, own=plan.describe_own())
         plan.open()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dion_core.buckets import MatrixBucket, momentum_dtype
-from dion_core.collectives import Done, Group, Handle, Reduction
+from dion_core.collectives import Silence
 from dion_core.delivery import Here, Target
 from dion_core.layout import in_pieces
 from dion_core.matrices import ALIGNMENT, alike, matrices
@@ -28,6 +28,7 @@ from dion_core.operands import SCALARS, Operands
 from dion_core.ops import KERNEL_DTYPES, accumulate_, has_triton
 from dion_core.pipeline import apply, move
 from dion_core.placements import local_part
+from dion_core.plan import Plan
 from dion_core.rows import Rows, RowSelection
 from dion_core.steps import Steps, done, run
 from dion_core.transport import Bucket, Exchange, Traffic, Transport
@@ -38,9 +39,10 @@ OTHERS = 2
 """Threads for all but the longest work."""
 
 
-def prepare(buckets: Sequence[MatrixBucket], transport: Transport | None) -> None:
-    """Compiles for the buckets on GPUs, of which the transport moves those that lie in pieces."""
-    on_gpus = [bucket for bucket in buckets if bucket.bucket.device.type == "cuda"]
+def prepare(plan: Plan) -> None:
+    """Compiles for the buckets on GPUs; the plan need not be open."""
+    transport = plan.choice.transport if plan.choice is not None else None
+    on_gpus = [bucket for bucket in plan.buckets if bucket.bucket.device.type == "cuda"]
     orthogonalizers = _of_orthogonalizers(on_gpus)
     longest = [each for each, *_ in orthogonalizers]
     others = [each for _, *rest in orthogonalizers for each in rest]
@@ -93,7 +95,7 @@ def rehearse(bucket: MatrixBucket, transport: Transport | None) -> None:
     from dion_core.launching import compiles_only
 
     layout, device = bucket.bucket.layout, bucket.bucket.device
-    silent = replace(layout, group=_Silence(layout.group.size, layout.group.rank, layout.group.ranks))
+    silent = replace(layout, group=_Silent(layout.group.size, layout.group.rank, layout.group.ranks))
     silent_bucket = replace(bucket.bucket, layout=silent)
     exchange = transport.rehearsal(silent_bucket) if transport and in_pieces(layout) and not layout.outer else None
     copy = replace(bucket, bucket=silent_bucket, orthogonalizer=_Idle(), exchange=exchange or _Nowhere(silent_bucket))
@@ -167,29 +169,9 @@ class _Nowhere(Exchange):
 
 
 @dataclass(frozen=True)
-class _Silence:
-    """A group whose messages are not sent."""
+class _Silent(Silence):
+    """Ranks of which this process is one."""
 
     size: int
     rank: int
     ranks: tuple[int, ...]
-
-    def named(self, label: str) -> Group:
-        return self
-
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
-        return Done()
-
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
-        return Done()
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
-        return Done()
-
-    def broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return Done()
-
-    def all_to_all(
-        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> Handle:
-        return Done()

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dion_core.collectives import Group, Handle, Reduction, SoloGroup
+from dion_core.collectives import Group, Silence, SoloGroup
 from dion_core.prediction.models import Groups
 from dion_core.process_groups import group_of, stand_in
 from dion_core.views import is_flattened
@@ -93,7 +93,7 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-class Seat:
+class Seat(Silence):
     """A `Group` of ranks of which this process can be each in turn; its collectives do nothing."""
 
     def __init__(self, ranks: Sequence[int], taken: int) -> None:
@@ -111,31 +111,6 @@ class Seat:
     @property
     def size(self) -> int:
         return len(self.ranks)
-
-    def named(self, label: str) -> Seat:
-        return self
-
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
-        return _Done()
-
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
-        return _Done()
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
-        return _Done()
-
-    def broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return _Done()
-
-    def all_to_all(
-        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> Handle:
-        return _Done()
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
 
 
 @contextmanager
