@@ -38,10 +38,10 @@ TARGETS = (1.15, 16.0, 12.5, 1.6, 1.8, 0.30, 0.35)
 WIDE = Choice(wide=2, depth=64, stages=3, band=4)
 SINGLE = Choice(wide=1, depth=64, stages=5, band=8)
 CANDIDATES = tuple(
-    replace(choice, apply_inside=inside) for choice in (WIDE, replace(WIDE, band=8), SINGLE) for inside in (True, False)
+    replace(choice, pairs=pairs) for choice in (WIDE, replace(WIDE, band=8), SINGLE) for pairs in (True, False)
 )
 
-ROUNDS = 2
+ROUNDS = 3
 
 
 def captured_ms(function: Callable[[], object], *, repeats: int = 10) -> float:
@@ -79,10 +79,16 @@ def host_us(function: Callable[[], object], *, repeats: int = 20) -> float:
     return 1e6 * time / repeats
 
 
-def operations(batch: int, m: int, n: int, segments: iteration.Segments) -> float:
-    """Floating-point operations of the products, symmetric ones at half cost."""
+def operations(batch: int, m: int, n: int) -> float:
+    """Floating-point operations of the products that are chosen here, symmetric ones at half cost."""
+    choice = iteration.choice_for(torch.device("cuda", torch.cuda.current_device()), batch, m, n)
+    products = [
+        product
+        for steps in segments_of(m, n)
+        for product in listing.list_products(steps, last=True, pairs=choice.pairs).products
+    ]
     cost = {listing.Kind.GRAM: m * m * n, listing.Kind.SYMMETRIC: m**3, listing.Kind.APPLY: 2 * m * m * n}
-    return float(batch * sum(cost[product.kind] for product in listing.list_products(segments).products))
+    return float(batch * sum(cost[product.kind] for product in products))
 
 
 def random_matrices(batch: int, rows: int, columns: int) -> Tensor:
@@ -92,15 +98,15 @@ def random_matrices(batch: int, rows: int, columns: int) -> Tensor:
 
 def segments_of(rows: int, columns: int) -> iteration.Segments:
     """What the default does with a matrix of that size."""
-    return tuple(segment.coefficients for segment in NewtonSchulz().segments(rows, columns))
+    return NewtonSchulz().kernel_segments(rows, columns)
 
 
 def with_choice(matrices: Tensor, segments: iteration.Segments, choice: Choice) -> Tensor:
     """The whole of `iteration.orthogonalize`, with a given choice."""
-    room = iteration.make_room(*matrices.shape, device=matrices.device, choice=choice)
-    counters = iteration.make_counters(len(matrices), segments, device=matrices.device, choice=choice)
-    normalize(matrices, out=room[0], cleared=counters.view(-1))
-    return iteration.iterate(room, counters, segments, dtype=matrices.dtype, choice=choice)
+    x = torch.empty_like(matrices, dtype=torch.float16)
+    counters = iteration.make_counters(len(matrices), segments, device=matrices.device)
+    normalize(matrices, out=x, cleared=counters.view(-1))
+    return iteration.iterate(x, counters, segments, dtype=matrices.dtype, choice=choice)
 
 
 def ceiling(dtype: torch.dtype) -> float:
@@ -171,7 +177,7 @@ def main() -> None:
         eager = eager_ms(lambda matrices=matrices: orthogonalize(matrices))
         host = host_us(lambda matrices=matrices: orthogonalize(matrices))
         plain = captured_ms(lambda matrices=matrices: orthogonalize._orthogonalize(matrices))
-        rate = operations(batch, m, n, segments_of(m, n)) / captured / 1e9
+        rate = operations(batch, m, n) / captured / 1e9
         shape = f"{batch} x {m} x {n}"
         print(
             f"{shape:22} {captured:11.3f} {target:7.2f} {eager:10.3f} {host:9.0f} {rate:8.0f} {plain:8.3f}", flush=True

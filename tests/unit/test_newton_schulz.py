@@ -117,7 +117,25 @@ def test_segments_follow_the_shape() -> None:
     assert lengths(NewtonSchulz(), 8, 9) == lengths(NewtonSchulz(), 9, 8) == [2, 3]
     assert lengths(NewtonSchulz(), 8, 8) == lengths(CLASSICAL, 8, 9) == [1] * 5
     assert lengths(NewtonSchulz(restart_after=5), 8, 9) == [5]
+    assert lengths(NewtonSchulz(restart_after=3), 8, 9) == [3, 2]
     assert lengths(NewtonSchulz(restart_after=1), 8, 9) == [1, 4]
+
+
+def test_segments_of_the_kernels_end_with_two_steps() -> None:
+    def lengths(iteration: NewtonSchulz, rows: int, columns: int) -> list[int]:
+        segments = iteration.kernel_segments(rows, columns)
+        assert tuple(step for steps in segments for step in steps) == iteration.coefficients
+        return [len(steps) for steps in segments]
+
+    assert lengths(NewtonSchulz(), 8, 9) == lengths(NewtonSchulz(), 9, 8) == [3, 2]
+    assert lengths(NewtonSchulz(), 8, 8) == [1, 2, 2]
+    for count, wide, square in ((1, [1], [1]), (2, [2], [2]), (4, [2, 2], [2, 2]), (6, [4, 2], [2, 2, 2])):
+        coefficients = (POLAR_EXPRESS[2],) * count
+        assert lengths(NewtonSchulz(coefficients), 8, 9) == wide
+        assert lengths(NewtonSchulz(coefficients), 8, 8) == square
+    # What was asked for is what the kernels take too.
+    assert lengths(NewtonSchulz(restart_after=2), 8, 9) == [2, 3]
+    assert lengths(NewtonSchulz(restart_after=2), 8, 8) == lengths(CLASSICAL, 8, 9) == [1] * 5
 
 
 def test_segments_are_what_a_sum_of_gram_matrices_over_ranks_needs() -> None:
@@ -171,7 +189,7 @@ def test_bfloat16_is_computed_with_one_step_segments_only() -> None:
     # Entries carry 8 bits, which moves the band's edges of 0.846 and 1.124 by a few hundredths.
     assert values.min().item() > 0.8
     assert values.max().item() < 1.16
-    with pytest.raises(ValueError, match=r"bfloat16.*restart_after=None.*restart_after=2"):
+    with pytest.raises(ValueError, match=r"bfloat16.*restart_after=None.*restart_after='auto'"):
         NewtonSchulz(compute_dtype=BF16)
 
 
@@ -354,7 +372,7 @@ def test_unknown_orthogonalizer_is_refused(value: object) -> None:
 
 
 def test_equal_settings_have_equal_hash_and_repr() -> None:
-    from_file = NewtonSchulz([[2, -1.5, 0.5], [2, -1.5, 0.5]], compute_dtype=F16)
+    from_file = NewtonSchulz([[2, -1.5, 0.5], [2, -1.5, 0.5]], restart_after=2, compute_dtype=F16)
     direct = NewtonSchulz(((2.0, -1.5, 0.5),) * 2, restart_after=2, compute_dtype=F16)
     assert from_file == direct
     assert hash(from_file) == hash(direct)
@@ -372,9 +390,10 @@ def test_equal_settings_have_equal_hash_and_repr() -> None:
     ("fields", "message"),
     [
         ({"coefficients": (), "restart_after": None}, "coefficients must have at least one step"),
-        ({"restart_after": 0}, "restart_after must be None or 1 to 5, got 0"),
-        ({"restart_after": 6}, "restart_after must be None or 1 to 5, got 6"),
-        ({"coefficients": QUINTIC[:1]}, "restart_after must be None or 1 to 1, got 2"),
+        ({"restart_after": 0}, "restart_after must be 'auto', None or 1 to 5, got 0"),
+        ({"restart_after": 6}, "restart_after must be 'auto', None or 1 to 5, got 6"),
+        ({"coefficients": QUINTIC[:1], "restart_after": 2}, "restart_after must be 'auto', None or 1 to 1, got 2"),
+        ({"restart_after": "never"}, "restart_after must be 'auto', None or 1 to 5, got 'never'"),
         ({"compute_dtype": torch.int32}, "compute_dtype must be .*float16.*, got torch.int32"),
     ],
 )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from dion_core.newton_schulz import POLAR_EXPRESS, QUINTIC, NewtonSchulz
-from dion_core.newton_schulz_kernels.listing import NOTHING, RESULT, Kind, Listing, list_products
+from dion_core.newton_schulz_kernels.listing import FIELDS, NEXT, RESULT, Add, Kind, Product, Store, list_products
+from dion_core.step_pairs import Coefficients
 
 
 def lower_twice(value: Tensor) -> Tensor:
@@ -21,81 +23,82 @@ def half(value: Tensor) -> Tensor:
     return value.half().float()
 
 
-def work_through(listing: Listing, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
-    """The result of the listing; buffers hold NaN until they are written, and no product overwrites a factor."""
-    tall = x.shape[0] > x.shape[1]
-    m = min(x.shape)
-    buffers = [torch.full((m, m), float("nan"), dtype=x.dtype) for _ in range(listing.buffers)]
-    xs = [rounded(x), torch.full_like(x, float("nan"))]
-    for product in listing.products:
-        if product.kind == Kind.APPLY:
-            left, right = buffers[product.left], xs[product.right]
-            value = rounded(right @ left if tall else left @ right)
-            if product.target == RESULT:
-                return value
-            assert product.target != product.right
-            xs[product.target] = value
+Segments = tuple[tuple[Coefficients, ...], ...]
+
+
+def work_through(segments: Segments, pairs: bool, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
+    """The result of all listings; buffers hold NaN until they are written, and no product overwrites a factor."""
+    x, tall, m = rounded(x), x.shape[0] > x.shape[1], min(x.shape)
+    for number, steps in enumerate(segments):
+        last = number == len(segments) - 1
+        listing = list_products(steps, last=last, pairs=pairs)
+        buffers = [torch.full((m, m), float("nan"), dtype=x.dtype) for _ in range(listing.buffers)]
+        *products, final = listing.products
+        for product in products:
+            if product.kind == Kind.GRAM:
+                value = x.mT @ x if tall else x @ x.mT
+            else:
+                assert product.kind == Kind.SYMMETRIC
+                value = product.alpha * (buffers[product.left] @ buffers[product.right].mT)
+            operate(product, value, buffers, rounded)
+        assert (final.kind, final.operations) == (Kind.APPLY, (Store(RESULT if last else NEXT),))
+        x = rounded(x @ buffers[final.left] if tall else buffers[final.left] @ x)
+    return x
+
+
+def operate(product: Product, value: Tensor, buffers: list[Tensor], rounded: Callable[[Tensor], Tensor]) -> None:
+    """What is done with the value of a symmetric product, in order."""
+    for operation in product.operations:
+        if isinstance(operation, Add):
+            value = value + operation.factor * buffers[operation.buffer]
             continue
-        if product.kind == Kind.GRAM:
-            left, right = xs[product.left], xs[product.right]
-            value = left.mT @ right if tall else left @ right.mT
-        else:
-            assert product.target not in (product.left, product.right)
-            value = product.alpha * (buffers[product.left] @ buffers[product.right].mT)
-            if product.added != NOTHING:
-                value = value + product.beta * buffers[product.added]
-            value = value + product.gamma * torch.eye(m, dtype=x.dtype)
-        buffers[product.target] = lower_twice(rounded(value))
-    return buffers[listing.products[-1].target]
+        assert product.kind == Kind.GRAM or operation.target not in (product.left, product.right)
+        value = value + operation.diagonal * torch.eye(len(value), dtype=value.dtype)
+        buffers[operation.target] = lower_twice(rounded(value))
 
 
 def normalized(x: Tensor) -> Tensor:
     return x / torch.linalg.matrix_norm(x)
 
 
-def segments(optimizer: NewtonSchulz, shape: torch.Size) -> tuple[tuple[tuple[float, float, float], ...], ...]:
-    return tuple(segment.coefficients for segment in optimizer.segments(*shape))
-
-
+@pytest.mark.parametrize("pairs", [True, False])
 @pytest.mark.parametrize("shape", [(12, 40), (24, 24), (40, 12), (1, 8)])
-@pytest.mark.parametrize("restart_after", [None, 1, 2, 3, 5])
+@pytest.mark.parametrize("restart_after", ["auto", None, 1, 2, 3, 5])
 @pytest.mark.parametrize("coefficients", [POLAR_EXPRESS, QUINTIC])
 def test_the_list_is_the_iteration(
     shape: tuple[int, int],
-    restart_after: int | None,
+    restart_after: int | Literal["auto"] | None,
     coefficients: tuple[tuple[float, float, float], ...],
+    pairs: bool,
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(*shape, dtype=torch.float64)
     orthogonalize = NewtonSchulz(coefficients, restart_after)
-    listing = list_products(segments(orthogonalize, x.shape))
-    result = work_through(listing, normalized(x), lambda value: value)
+    result = work_through(orthogonalize.kernel_segments(*x.shape), pairs, normalized(x), lambda value: value)
     torch.testing.assert_close(result, orthogonalize(x[None])[0], rtol=1e-9, atol=1e-9)
 
 
-def test_without_the_last_application_the_polynomial_is_left() -> None:
-    torch.manual_seed(0)
-    x = normalized(torch.randn(8, 20, dtype=torch.float64))
-    listing = list_products([POLAR_EXPRESS[:3]], apply_last=False)
-    polynomial = work_through(listing, x, lambda value: value)
-    expected = NewtonSchulz(POLAR_EXPRESS[:3], None)(x[None])[0]
-    torch.testing.assert_close(polynomial @ x, expected, rtol=1e-9, atol=1e-9)
-
-
 def test_how_many_products_and_buffers_there_are() -> None:
-    two = list_products([POLAR_EXPRESS[:2], POLAR_EXPRESS[2:]])
-    assert [product.kind for product in two.products].count(Kind.SYMMETRIC) == 14
-    assert (len(two.products), two.buffers) == (18, 4)
-    classical = list_products([(step,) for step in POLAR_EXPRESS])
-    assert (len(classical.products), classical.buffers) == (15, 2)
+    def counts(iteration: NewtonSchulz, shape: tuple[int, int], *, pairs: bool = True) -> list[tuple[int, int]]:
+        listings = [list_products(steps, last=False, pairs=pairs) for steps in iteration.kernel_segments(*shape)]
+        return [(len(listing.products), listing.buffers) for listing in listings]
+
+    assert counts(NewtonSchulz(), (8, 9)) == [(10, 5), (6, 4)]
+    assert counts(NewtonSchulz(), (8, 8)) == [(3, 2), (6, 4), (6, 4)]
+    assert counts(NewtonSchulz(), (8, 9), pairs=False) == [(11, 4), (7, 3)]
+    assert counts(NewtonSchulz(restart_after=None), (8, 9)) == [(3, 2)] * 5
 
 
-def test_fields_carry_the_bits_of_the_factors() -> None:
-    product = list_products([POLAR_EXPRESS[:1]]).products[1]
+def test_the_table_carries_the_bits_of_the_numbers() -> None:
+    numbers = torch.tensor(list_products(POLAR_EXPRESS[:1], last=True).table(), dtype=torch.int32)
     a, b, c = POLAR_EXPRESS[0]
-    numbers = torch.tensor(product.fields(), dtype=torch.int32)
-    assert numbers[:5].tolist() == [Kind.SYMMETRIC, 0, 0, 0, 1]
-    torch.testing.assert_close(numbers[5:].view(torch.float32), torch.tensor([c, b, a]))
+    product = numbers[FIELDS : 2 * FIELDS]
+    first, last = product[4:6].tolist()
+    assert product[:3].tolist() == [Kind.SYMMETRIC, 0, 0]
+    torch.testing.assert_close(product[3:4].view(torch.float32), torch.tensor([c]))
+    assert numbers[first:last].view(2, 4)[:, [0, 2]].tolist() == [[0, 0], [1, 1]]  # gram is added, buffer 1 stored to
+    torch.testing.assert_close(numbers[first:last].view(torch.float32)[1::4], torch.tensor([b, a]))
+    assert last < numbers.numel()
 
 
 def spectrum(m: int, n: int, decades: float) -> Tensor:
@@ -104,22 +107,23 @@ def spectrum(m: int, n: int, decades: float) -> Tensor:
     return (u * torch.logspace(0, -decades, m)) @ v.mT
 
 
-@pytest.mark.parametrize(
-    ("name", "bound"),
-    [("aspect 4", 1.13), ("square", 1.13), ("rank 8", 1.13), ("wide by 16", 1.18), ("2 decades", 1.18), ("4", 1.18)],
-)
-def test_in_float16_singular_values_stay_in_the_band(name: str, bound: float) -> None:
+SPECTRA: dict[str, Callable[[], Tensor]] = {
+    "aspect 4": lambda: torch.randn(160, 640),
+    "square": lambda: torch.randn(160, 160),
+    "square, 4 decades": lambda: spectrum(160, 160, 4),
+    "rank 8": lambda: torch.randn(160, 8) @ torch.randn(8, 320),
+    "wide by 16": lambda: torch.randn(160, 176),
+    "2 decades": lambda: spectrum(160, 320, 2),
+    "4 decades": lambda: spectrum(160, 320, 4),
+}
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_in_float16_singular_values_stay_in_the_band(name: str, pairs: bool) -> None:
     torch.manual_seed(0)
-    made: dict[str, Callable[[], Tensor]] = {
-        "aspect 4": lambda: torch.randn(160, 640),
-        "square": lambda: torch.randn(160, 160),
-        "rank 8": lambda: torch.randn(160, 8) @ torch.randn(8, 320),
-        "wide by 16": lambda: torch.randn(160, 176),
-        "2 decades": lambda: spectrum(160, 320, 2),
-        "4": lambda: spectrum(160, 320, 4),
-    }
-    x = normalized(made[name]())
-    result = work_through(list_products(segments(NewtonSchulz(), x.shape)), x, half)
+    x = normalized(SPECTRA[name]())
+    result = work_through(NewtonSchulz().kernel_segments(*x.shape), pairs, x, half)
     before, after = torch.linalg.svdvals(x.double()), torch.linalg.svdvals(result.double())
-    assert after.max() < bound
+    assert after.max() < 1.13
     assert after[before > 0.004].min() > 0.83

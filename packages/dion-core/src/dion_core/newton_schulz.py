@@ -27,15 +27,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from dion_core.newton_schulz_kernels.listing import list_products
-
-Coefficients = tuple[float, float, float]
-"""(a, b, c) of one step ``p(s) = a s + b s^3 + c s^5``."""
+from dion_core.step_pairs import Coefficients
 
 QUINTIC: Final[tuple[Coefficients, ...]] = ((3.4445, -4.7750, 2.0315),) * 5
 """The quintic of Jordan et al. 2024, five times: takes 0.003 to 1 into 0.68 to 1.21."""
@@ -54,6 +52,8 @@ POLAR_EXPRESS: Final[tuple[Coefficients, ...]] = tuple(
 )
 """The first five steps of Amsel et al. 2025, each taken at s / 1.05: takes 0.003 to 1 into 0.84 to 1.13."""
 
+_RESTART: Final = 2  # steps before it
+
 _COMPUTE_DTYPES: Final = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -64,9 +64,9 @@ class Orthogonalizer(Protocol):
     batch, keeps zero rows zero and commutes with row permutations up to rounding. Its ``repr`` enters the
     plan that ranks compare, so it must be the same on every rank. It may offer ``segments(rows, columns)`` as
     `NewtonSchulz` does; a transport that sums Gram matrices over ranks needs that. On a GPU its
-    `of_rows(rows, place, spare)` is called in place of it where it has one: `spare` is memory that it may
-    overwrite and return its result in, or None. What `preparations` returns is called while an optimizer is built, by
-    several threads, and `workspace` for reports.
+    `of_rows(rows, place, spare)` is called in place of it where it has one: it may overwrite `rows`, and `spare`
+    is memory that it may overwrite and return its result in, or None. What `preparations` returns is called while
+    an optimizer is built, by several threads, and `workspace` for reports.
     """
 
     def __call__(self, matrices: Tensor, /) -> Tensor:
@@ -108,15 +108,18 @@ class Segment:
 class NewtonSchulz:
     """An `Orthogonalizer` that applies a composition of odd quintics to the singular values.
 
-    Square matrices take one-step segments, since the Gram recurrence saves nothing there. Others take two
-    segments, ``restart_after`` steps and the rest: the recurrence amplifies the rounding errors of G, most of
-    all in its null space, and a fresh Gram matrix after the second step keeps that harmless. (Without one, a
-    matrix of rank 1 comes out of float16 with singular values of 9 to 45.)
+    With ``restart_after="auto"`` square matrices take one-step segments, since the Gram recurrence saves nothing
+    there. Others take two segments: the recurrence amplifies the rounding errors of G, most of all in its null
+    space, and a fresh Gram matrix in between keeps that harmless. (Without one, a matrix of rank 1 comes out of
+    float16 with singular values of 9 to 45.) The first has two steps.
+
+    The kernels for GPUs work out two steps in the products of little more than one (module `step_pairs`). They take
+    the last two steps as a segment of their own, for square matrices the two before them as well.
 
     Attributes:
         coefficients: (a, b, c) of each step, first to last.
-        restart_after: Steps in the first of the two segments of a non-square matrix; ``None`` for one-step
-            segments (the classical iteration) at every shape.
+        restart_after: "auto"; or how many steps the first of the two segments of a non-square matrix has; or
+            ``None`` for one-step segments (the classical iteration) at every shape.
         compute_dtype: Of the products, after normalization. ``None`` chooses: float64 for float64 matrices,
             else float16 on CUDA and float32 elsewhere. bfloat16 has to be asked for, with
             ``restart_after=None``: it makes the Gram recurrence overshoot (singular values of 1.35 and more).
@@ -126,7 +129,7 @@ class NewtonSchulz:
     """
 
     coefficients: tuple[Coefficients, ...] = POLAR_EXPRESS
-    restart_after: int | None = 2
+    restart_after: int | Literal["auto"] | None = "auto"
     compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -135,8 +138,8 @@ class NewtonSchulz:
         object.__setattr__(self, "coefficients", steps)
         if not steps:
             raise ValueError(f"coefficients must have at least one step (a, b, c), got {self.coefficients!r}")
-        if self.restart_after is not None and not 1 <= self.restart_after <= len(steps):
-            raise ValueError(f"restart_after must be None or 1 to {len(steps)}, got {self.restart_after!r}")
+        if self.restart_after not in ("auto", None, *range(1, len(steps) + 1)):
+            raise ValueError(f"restart_after must be 'auto', None or 1 to {len(steps)}, got {self.restart_after!r}")
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise ValueError(f"compute_dtype must be one of {_COMPUTE_DTYPES}, got {self.compute_dtype!r}")
         if self.compute_dtype == torch.bfloat16 and self.restart_after is not None:
@@ -150,17 +153,28 @@ class NewtonSchulz:
         named = {POLAR_EXPRESS: "POLAR_EXPRESS", QUINTIC: "QUINTIC"}
         coefficients = named.get(self.coefficients, self.coefficients)
         return (
-            f"NewtonSchulz(coefficients={coefficients}, restart_after={self.restart_after}, "
+            f"NewtonSchulz(coefficients={coefficients}, restart_after={self.restart_after!r}, "
             f"compute_dtype={self.compute_dtype})"
         )
 
     def segments(self, rows: int, columns: int) -> tuple[Segment, ...]:
         """Returns what to run on the Gram matrices of a (rows, columns) matrix, first to last."""
-        steps = self.coefficients
         if self.restart_after is None or rows == columns:
-            return tuple(Segment((step,)) for step in steps)
-        parts = (steps[: self.restart_after], steps[self.restart_after :])
+            return tuple(Segment((step,)) for step in self.coefficients)
+        first = _RESTART if self.restart_after == "auto" else self.restart_after
+        parts = (self.coefficients[:first], self.coefficients[first:])
         return tuple(Segment(part) for part in parts if part)
+
+    def kernel_segments(self, rows: int, columns: int) -> tuple[tuple[Coefficients, ...], ...]:
+        """Returns the steps of each segment as the kernels take them, first to last."""
+        if self.restart_after != "auto":
+            return tuple(segment.coefficients for segment in self.segments(rows, columns))
+        rest, parts = self.coefficients, list[tuple[Coefficients, ...]]()
+        while rest:
+            size = len(rest) if parts and rows != columns else 2
+            rest, part = rest[:-size], rest[-size:]
+            parts.insert(0, part)
+        return tuple(parts)
 
     def __call__(self, matrices: Tensor) -> Tensor:
         """Returns each matrix with its singular values s replaced by p(s / Frobenius norm).
@@ -190,17 +204,16 @@ class NewtonSchulz:
             kernels = _kernels_for(matrices, matrices.shape[1], matrices.shape[2], self.compute_dtype)
             if kernels is None:
                 return self._orthogonalize(matrices)
-            segments = tuple(segment.coefficients for segment in self.segments(*matrices.shape[1:]))
-            result: Tensor = kernels.orthogonalize(matrices, segments)
+            result: Tensor = kernels.orthogonalize(matrices, self.kernel_segments(*matrices.shape[1:]))
             return result
 
     def of_rows(self, rows: Tensor, place: Tensor, spare: Tensor | None = None) -> Tensor:
         """Returns what `__call__` does of matrices whose rows lie in a buffer, which spares a copy on a GPU.
 
         Args:
-            rows: (S, C), contiguous, floating.
+            rows: (S, C), contiguous, floating. May be overwritten.
             place: (B, R) int64: the row of the buffer that is each row of each matrix; -1 for a row of zeros.
-            spare: contiguous, what may be overwritten, so that less memory is needed; None if there is nothing.
+            spare: contiguous, what may be overwritten too, so that less memory is needed; None if there is nothing.
 
         Returns:
             (B, R, C) in the dtype and on the device of ``rows``, in new storage or in that of ``spare``.
@@ -210,8 +223,7 @@ class NewtonSchulz:
         if kernels is None or 0 in (*shape, len(rows)):
             matrices = torch.nn.functional.pad(rows, (0, 0, 0, 1))[place]  # -1 is the row of zeros
             return self(matrices)
-        segments = tuple(segment.coefficients for segment in self.segments(*shape[1:]))
-        result: Tensor = kernels.orthogonalize_rows(rows, place, segments, spare)
+        result: Tensor = kernels.orthogonalize_rows(rows, place, self.kernel_segments(*shape[1:]), spare)
         return result
 
     def preparations(self, rows: Tensor, batch: int, num_rows: int) -> list[Callable[[], None]]:
@@ -220,7 +232,7 @@ class NewtonSchulz:
         kernels = _kernels_for(rows, *shape[1:], self.compute_dtype)
         if kernels is None or 0 in shape:
             return []
-        segments = tuple(segment.coefficients for segment in self.segments(*shape[1:]))
+        segments = self.kernel_segments(*shape[1:])
         work: list[Callable[[], None]] = kernels.preparations(*shape, segments, dtype=rows.dtype, device=rows.device)
         return work
 
@@ -235,7 +247,7 @@ class NewtonSchulz:
         kernels = _kernels_for(rows, num_rows, rows.shape[1], self.compute_dtype)
         if kernels is None:
             return 0
-        return kernel_workspace(batch, num_rows, rows.shape[1], self.segments(num_rows, rows.shape[1]))
+        return kernel_workspace(batch, num_rows, rows.shape[1], self.kernel_segments(num_rows, rows.shape[1]))
 
     def _orthogonalize(self, matrices: Tensor) -> Tensor:
         """Does the work of `__call__` for (m, n) or (B, m, n), none of them 0, with torch's own products."""
@@ -281,10 +293,10 @@ def orthogonalizer(name_or_object: str | Orthogonalizer) -> Orthogonalizer:
     raise ValueError(f"orthogonalizer must be {allowed} or a callable object, got {name_or_object!r}")
 
 
-def kernel_workspace(batch: int, rows: int, columns: int, segments: Sequence[Segment]) -> int:
-    """Bytes that the kernels allocate at most at a time for (B, R, C) matrices, their result included; no spare."""
-    small, buffers = min(rows, columns), list_products([segment.coefficients for segment in segments]).buffers
-    return 2 * batch * (2 * rows * columns + buffers * small * small) + 16 * batch * rows
+def kernel_workspace(batch: int, rows: int, columns: int, segments: Sequence[Sequence[Coefficients]]) -> int:
+    """Bytes that the kernels allocate at most for (B, R, C) matrices, if one copy finds room where their rows were."""
+    buffers = max(list_products(steps, last=True).buffers for steps in segments)
+    return 2 * batch * (rows * columns + buffers * min(rows, columns) ** 2) + 16 * batch * rows
 
 
 def _normalize(matrices: Tensor) -> Tensor:

@@ -187,7 +187,7 @@ def orthogonalize_rows(
 ) -> Tensor:
     """(B, T, C) orthogonalized matrices of the rows that several senders put into (S, C) `rows`: see `collect`.
 
-    On a GPU an orthogonalizer that offers `of_rows` reads them where they lie, and may overwrite `spare`.
+    On a GPU an orthogonalizer that offers `of_rows` reads them where they lie, and may overwrite them and `spare`.
     """
     of_rows: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = getattr(orthogonalizer, "of_rows", None)
     if rows.is_cuda and of_rows is not None:

@@ -27,18 +27,18 @@ class Choice:
         depth: of a slice, 32 or 64.
         stages: slices in flight.
         band: rows of tiles (of 128 * wide) that are gone through together.
-        apply_inside: whether the kernel also computes Q X between segments, or cuBLAS does.
+        pairs: whether two steps are worked out together, which is faster where products are long.
     """
 
     wide: int = 2
     depth: int = 64
     stages: int = 3
     band: int = 4
-    apply_inside: bool = True
+    pairs: bool = True
 
 
 DEFAULT = Choice()
-SMALL = Choice(wide=1, stages=5, band=8)
+SMALL = Choice(wide=1, stages=5, band=8, pairs=False)
 """For few blocks, of which tiles of two would leave many multiprocessors without work."""
 
 

@@ -1,11 +1,12 @@
-"""Newton-Schulz on a Hopper GPU: normalization to float16 in two launches, and the products in one or a few.
+"""Newton-Schulz on a Hopper GPU: normalization to float16 in two launches, and the products in one for each segment.
 
 Legend: B matrices of R rows and C columns, m the shorter side and n the longer one, S segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,9 +18,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dion_core.launching import Descriptors, cdiv, compiles_only, launch
 from dion_core.newton_schulz_kernels.choices import Choice, choose
-from dion_core.newton_schulz_kernels.listing import Coefficients, Kind, list_products
+from dion_core.newton_schulz_kernels.listing import Kind, list_products
 from dion_core.newton_schulz_kernels.normalize import normalize, normalize_rows
 from dion_core.newton_schulz_kernels.products import products_kernel
+from dion_core.step_pairs import Coefficients
 
 _BLOCK = 128
 _ALIGNED = 4
@@ -48,31 +50,31 @@ def orthogonalize(matrices: Tensor, segments: Segments) -> Tensor:
         matrices: (B, R, C) float32, bfloat16 or float16, of any strides, for which `runs_on` is true.
         segments: (a, b, c) of each step, by segment.
     """
+    x = torch.empty(matrices.shape, dtype=torch.float16, device=matrices.device)
+    counters = make_counters(len(matrices), segments, device=matrices.device)
+    normalize(matrices, out=x, cleared=counters.view(-1))
     choice = choice_for(matrices.device, *matrices.shape)
-    room = make_room(*matrices.shape, device=matrices.device, choice=choice)
-    counters = make_counters(len(matrices), segments, device=matrices.device, choice=choice)
-    normalize(matrices, out=room[0], cleared=counters.view(-1))
-    return iterate(room, counters, segments, dtype=matrices.dtype, choice=choice)
+    return iterate(x, counters, segments, dtype=matrices.dtype, choice=choice)
 
 
 def orthogonalize_rows(rows: Tensor, place: Tensor, segments: Segments, spare: Tensor | None = None) -> Tensor:
     """Returns the matrices whose rows lie in a buffer, normalized and after all steps.
 
     Args:
-        rows: (S, C), contiguous, float32, bfloat16 or float16.
+        rows: (S, C), contiguous, float32, bfloat16 or float16. May be overwritten.
         place: (B, R) int64, contiguous: the row of the buffer that is each row of each matrix; -1 for a row of zeros.
         segments: (a, b, c) of each step, by segment.
-        spare: contiguous, on the same device, what may be overwritten; None if there is nothing.
+        spare: contiguous, on the same device, what may be overwritten too; None if there is nothing.
 
     Returns:
         (B, R, C) in the dtype of `rows`, in new storage or in that of `spare`.
     """
     shape = (*place.shape, rows.shape[1])
+    x = _copy_of_x(shape, rows.device, spare)
+    counters = make_counters(len(place), segments, device=rows.device)
+    normalize_rows(rows, place, out=x, cleared=counters.view(-1))
     choice = choice_for(rows.device, *shape)
-    room = make_room(*shape, device=rows.device, choice=choice)
-    counters = make_counters(len(place), segments, device=rows.device, choice=choice)
-    normalize_rows(rows, place, out=room[0], cleared=counters.view(-1))
-    return iterate(room, counters, segments, dtype=rows.dtype, choice=choice, spare=spare)
+    return iterate(x, counters, segments, dtype=rows.dtype, choice=choice, spare=rows)
 
 
 def preparations(
@@ -96,12 +98,12 @@ def preparations(
 
     def compile_products() -> None:
         plan = _plans(segments, one, choice, device)[-1]
-        out, counters = nothing(*one, dtype=_narrow(dtype)), nothing(2, dtype=torch.int32)
+        x, out, counters = nothing(*one), nothing(*one, dtype=_narrow(dtype)), nothing(2, dtype=torch.int32)
         with compiles_only():
-            _run(plan, nothing(1 + choice.apply_inside, *one), out, nothing(plan.buffers, 1, m, m), counters, choice)
+            _run(plan, x, x, out, nothing(plan.buffers, 1, m, m), counters, choice)
 
     def compile_norms() -> None:
-        counters = make_counters(batch, segments, device=device, choice=choice).view(-1)
+        counters = make_counters(batch, segments, device=device).view(-1)
         place = nothing(1, rows, dtype=torch.int64)
         with compiles_only():
             normalize_rows(nothing(1, columns, dtype=dtype), place, out=nothing(*one), cleared=counters)
@@ -109,49 +111,37 @@ def preparations(
     return [compile_products, compile_norms]
 
 
-def make_room(batch: int, rows: int, columns: int, *, device: torch.device, choice: Choice) -> Tensor:
-    """(1 or 2, B, R, C) float16, uninitialized, for `iterate`: normalized matrices belong into the first part."""
-    return torch.empty((2 if choice.apply_inside else 1, batch, rows, columns), dtype=torch.float16, device=device)
-
-
-def make_counters(batch: int, segments: Segments, *, device: torch.device, choice: Choice) -> Tensor:
+def make_counters(batch: int, segments: Segments, *, device: torch.device) -> Tensor:
     """(launches, at least B + 1) int32, uninitialized, for `iterate`, which needs them cleared."""
-    launches = 1 if choice.apply_inside else len(segments)
-    return torch.empty((launches, cdiv(batch + 1, _ALIGNED) * _ALIGNED), dtype=torch.int32, device=device)
+    return torch.empty((len(segments), cdiv(batch + 1, _ALIGNED) * _ALIGNED), dtype=torch.int32, device=device)
 
 
 def iterate(
-    room: Tensor,
-    counters: Tensor,
-    segments: Segments,
-    *,
-    dtype: torch.dtype,
-    choice: Choice,
-    spare: Tensor | None = None,
+    x: Tensor, counters: Tensor, segments: Segments, *, dtype: torch.dtype, choice: Choice, spare: Tensor | None = None
 ) -> Tensor:
-    """Returns (B, R, C): the matrices of ``room[0]`` after all steps of all segments. May lie in ``room`` or ``spare``.
+    """Returns (B, R, C): the matrices of `x` after all steps of all segments, in new storage or in that of `x`.
 
     Args:
-        room: (1 or 2, B, R, C) float16 from `make_room`, the first part filled. Overwritten.
+        x: (B, R, C) float16, normalized. Overwritten.
         counters: from `make_counters`, zeros. Overwritten.
         segments: (a, b, c) of each step, by segment.
         dtype: of the result, float16 or bfloat16; any other is cast from float16.
-        choice: from `choice_for`, the one that `room` was made with.
-        spare: as in `orthogonalize_rows`.
+        choice: from `choice_for`.
+        spare: contiguous, on the same device, what may be overwritten but does not become the result.
     """
-    (_, batch, rows, columns), device = room.shape, room.device
-    m, tall = min(rows, columns), rows > columns
+    (batch, rows, columns), device = x.shape, x.device
+    m = min(rows, columns)
     plans = _plans(segments, (batch, rows, columns), choice, device)
-    last = len(plans) - 1
     work = torch.empty((max(plan.buffers for plan in plans), batch, m, m), dtype=torch.float16, device=device)
-    # The last product does not read what it writes; the others have no result, and take the same compiled kernel.
-    copies = (room[0], room[1] if choice.apply_inside else _second_copy(room[0], spare))
-    out = copies[len(segments) % 2].view(_narrow(dtype))
-    for number, plan in enumerate(plans[:-1]):
-        x, target = copies[number % 2], copies[1 - number % 2]
-        _run(plan, x[None], out, work, counters[number], choice)
-        torch.bmm(*((x, work[plan.last]) if tall else (work[plan.last], x)), out=target)
-    _run(plans[-1], room if choice.apply_inside else copies[last % 2][None], out, work, counters[last], choice)
+    copies = (x, _copy_of_x(x.shape, device, spare) if len(plans) > 1 else x)
+    # What the last product does not read: the other copy, if it may become the result, or a buffer of that size.
+    if len(plans) % 2 == 0 or (len(plans) > 1 and spare is None):
+        out = copies[len(plans) % 2]
+    else:
+        out = work[plans[-1].unread] if rows == columns and spare is not None else torch.empty_like(x)
+    out = out.view(_narrow(dtype))
+    for number, plan in enumerate(plans):
+        _run(plan, copies[number % 2], copies[1 - number % 2], out, work, counters[number], choice)
     return out.to(dtype)
 
 
@@ -160,70 +150,73 @@ def _narrow(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in _DTYPES else torch.float16
 
 
-def _second_copy(first: Tensor, spare: Tensor | None) -> Tensor:
-    """Uninitialized memory like `first`, of the spare tensor if it has as much as is needed."""
-    if spare is None or spare.nbytes < first.nbytes or spare.data_ptr() % _TMA_BYTES:
-        return torch.empty_like(first)
-    return spare.flatten().view(torch.uint8)[: first.nbytes].view(first.dtype).view(first.shape)
+def _copy_of_x(shape: Sequence[int], device: torch.device, spare: Tensor | None) -> Tensor:
+    """Uninitialized float16 memory, of the spare tensor if it has as much as is needed."""
+    size = 2 * math.prod(shape)
+    if spare is None or spare.nbytes < size or spare.data_ptr() % _TMA_BYTES:
+        return torch.empty(tuple(shape), dtype=torch.float16, device=device)
+    return spare.flatten().view(torch.uint8)[:size].view(torch.float16).view(*shape)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What does not change from call to call for a shape.
+    """What does not change from call to call for a shape and a segment.
 
     Attributes:
         table: the listing, on the device.
         buffers: m x m buffers of the listing.
-        last: target of its last product.
+        unread: one of them that the last product does not read.
         total: tiles of all products.
     """
 
     table: Tensor
     buffers: int
-    last: int
+    unread: int
     total: int
 
 
 @lru_cache(maxsize=256)
 def _plans(segments: Segments, shape: tuple[int, int, int], choice: Choice, device: torch.device) -> tuple[_Plan, ...]:
     """For each launch what it works through; copies the listings to the device, so a first call cannot be captured."""
-    parts = (segments,) if choice.apply_inside else tuple((steps,) for steps in segments)
-    last = len(parts) - 1
-    return tuple(_plan(part, number == last, shape, choice, device) for number, part in enumerate(parts))
+    last = len(segments) - 1
+    return tuple(_plan(steps, number == last, shape, choice, device) for number, steps in enumerate(segments))
 
 
 def _plan(
-    segments: Segments, apply_last: bool, shape: tuple[int, int, int], choice: Choice, device: torch.device
+    steps: Sequence[Coefficients], last: bool, shape: tuple[int, int, int], choice: Choice, device: torch.device
 ) -> _Plan:
     batch, rows, columns = shape
-    listing = list_products(segments, apply_last=apply_last)
-    table = torch.tensor([product.fields() for product in listing.products], dtype=torch.int32, device=device)
+    listing = list_products(steps, last=last, pairs=choice.pairs)
+    table = torch.tensor(listing.table(), dtype=torch.int32, device=device)
     applied = sum(product.kind == Kind.APPLY for product in listing.products)
     symmetric = len(listing.products) - applied
     tiles = symmetric * _triangle(min(rows, columns), choice.wide) + applied * _rectangle(rows, columns, choice.wide)
-    return _Plan(table, listing.buffers, listing.products[-1].target, batch * tiles)
+    return _Plan(table, listing.buffers, int(listing.products[-1].left == 0), batch * tiles)
 
 
-def _run(plan: _Plan, x: Tensor, out: Tensor, work: Tensor, counters: Tensor, choice: Choice) -> None:
+def _run(
+    plan: _Plan, x: Tensor, following: Tensor, out: Tensor, work: Tensor, counters: Tensor, choice: Choice
+) -> None:
     """Works through the products of a plan.
 
     Args:
         plan: says which.
-        x: (1 or 2, B, R, C) float16.
-        out: (B, R, C), where Q X of the last segment goes if the plan does not end with Q.
+        x: (B, R, C) float16.
+        following: (B, R, C) float16, where Q X goes unless the segment is the last.
+        out: (B, R, C), where it goes if it is; all launches are told, so that they take the same compiled kernel.
         work: (buffers, B, m, m) float16, overwritten.
         counters: (B + 1,) int32 zeros.
         choice: how the kernel works.
     """
-    copies, batch, rows, columns = x.shape
+    batch, rows, columns = x.shape
     device, (m, n) = x.device, sorted((rows, columns))
-    addresses = (x.data_ptr(), out.data_ptr(), work.data_ptr())
-    sizes = (copies, batch, rows, columns, len(work))
+    addresses = (x.data_ptr(), following.data_ptr(), out.data_ptr(), work.data_ptr())
+    descriptors = _describe(addresses, (batch, rows, columns, len(work)), out.dtype, choice)
     launch(
         products_kernel, min(plan.total, _properties(device.index).multiprocessors), device,
         plan.table, counters, plan.total, batch, m, n, choice.band,
         WIDE=choice.wide, TK=choice.depth, TALL=rows > columns, STAGES=choice.stages,
-        descriptors=_describe(addresses, sizes, out.dtype, choice), warps=4, contracted=True,
+        descriptors=descriptors, warps=4, contracted=True,
     )  # fmt: skip
 
 
@@ -240,26 +233,25 @@ class _Address:
 
 @lru_cache(maxsize=256)  # the same few addresses come again and again
 def _describe(
-    addresses: tuple[int, int, int], sizes: tuple[int, int, int, int, int], dtype: torch.dtype, choice: Choice
+    addresses: tuple[int, int, int, int], sizes: tuple[int, int, int, int], dtype: torch.dtype, choice: Choice
 ) -> Descriptors:
     """How the kernel's operands lie in memory and in shared memory, in the order of its arguments.
 
     Args:
-        addresses: of x (copies, B, R, C), the result (B, R, C) and the workspace (buffers, B, m, m).
-        sizes: copies, B, R, C and buffers.
+        addresses: of x, the next x and the result, (B, R, C), and of the workspace (buffers, B, m, m).
+        sizes: B, R, C and buffers.
         dtype: of the result.
         choice: says how large the blocks are.
     """
-    copies, batch, rows, columns, buffers = sizes
-    x, work = (_Address(addresses[at], torch.float16) for at in (0, 2))
-    out = _Address(addresses[1], dtype)
+    batch, rows, columns, buffers = sizes
+    x, following, work = (_Address(addresses[at], torch.float16) for at in (0, 1, 3))
+    out = _Address(addresses[2], dtype)
     m, tall = min(rows, columns), rows > columns
     depth, wide, half = choice.depth, choice.wide * _BLOCK, _BLOCK // 2
-    flat = ([copies * batch * rows, columns], [columns, 1])
-    stack = ([copies * batch, rows, columns], [rows * columns, columns, 1])
+    flat = ([batch * rows, columns], [columns, 1])
+    stack = ([batch, rows, columns], [rows * columns, columns, 1])
     w_flat = ([buffers * batch * m, m], [m, 1])
     w_stack = ([buffers * batch, m, m], [m * m, m, 1])
-    result = ([batch, rows, columns], stack[1])
 
     def describe(base: _Address, where: tuple[list[int], list[int]], block: list[int]) -> TensorDescriptor:
         return TensorDescriptor(base, *where, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[base.dtype]))
@@ -269,8 +261,8 @@ def _describe(
             describe(x, stack if tall else flat, [1, depth, _BLOCK] if tall else [_BLOCK, depth]),
             describe(x, stack if tall else flat, [1, depth, wide] if tall else [wide, depth]),
             describe(x, flat if tall else stack, [_BLOCK, depth] if tall else [1, depth, wide]),
-            describe(x, stack, [1, half, _BLOCK]),
-            describe(out, result, [1, half, _BLOCK]),
+            describe(following, stack, [1, half, _BLOCK]),
+            describe(out, stack, [1, half, _BLOCK]),
             describe(work, w_flat, [_BLOCK, depth]),
             describe(work, w_flat, [wide, depth]),
             describe(work, w_flat, [half, _BLOCK]),

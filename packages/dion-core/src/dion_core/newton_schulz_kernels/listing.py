@@ -1,24 +1,26 @@
-"""The products of a Newton-Schulz iteration, as the list that one kernel works through.
+"""The products of a segment of Newton-Schulz steps, as the list that one kernel works through.
 
-With q = r + a I and r = b G + c G^2, a step is Q <- Q q and G <- q G q, and a segment ends with X <- Q X. The list
-holds these products for all segments, with numbers of buffers instead of tensors. Each buffer is m x m, of every
-matrix of the batch, except that X has two of its own, from one of which to the other Q X goes.
+With q = r + a I and r = b G + c G^2, a step is Q <- Q q and G <- q G q, and a segment ends with X <- Q X. Two steps may
+be one pair, whose q is a polynomial in four products (module `step_pairs`). The list holds numbers of buffers instead
+of tensors. Each buffer is m x m, of every matrix of the batch.
 
-Example: one segment of two steps (products 1 to 3 are step 1):
+Example: a segment of three steps, of which the last two are a pair (products 1 to 3 are step 1):
 
-    Gram        X 0, X 0 -> 0      G
+    Gram        X, X -> 0          G
     symmetric   0, 0 -> 1          r = c G G + b G
     symmetric   1, 0 -> 2          q G = r G + a G
     symmetric   2, 1 -> 0          q G q = (q G) r + a (q G), in the place of G
-    symmetric   0, 0 -> 2          q of step 2 = c G G + b G + a I
-    symmetric   2, 1 -> 0          Q = q (of step 2) r (of step 1) + a (of step 1) q (of step 2)
-    apply       0, X 0 -> result   Q X
+    symmetric   0, 0 -> 2          T of the pair
+    symmetric   0, 2 -> 3          C
+    symmetric   3, 3 -> 4, 2       A, and B, in the place of T
+    symmetric   4, 2 -> 0          q of the pair, in the place of G
+    symmetric   0, 1 -> 2          Q = q (of the pair) r (of step 1) + a (of step 1) q (of the pair)
+    apply       2, X -> X'         Q X
 
 How G is updated matters. Only half of a product is computed, which makes a rounding error symmetric that in a whole
 product has an antisymmetric part, and only the symmetric part is harmful. q G q with one and the same rounded q on
 both sides belongs to the X that Q makes; G q q does not. And a I enters in the wide accumulator of a product, instead
-of being rounded with r. In emulation the largest singular value from spectra over two and four decades is 1.16 and
-1.15 in this order, and 1.24 and 1.27 for G q q with rounded q (whole products as in `Segment`: 1.16 and 1.14).
+of being rounded with r.
 
 Legend: G, Q, X as in `dion_core.newton_schulz`; a, b, c the coefficients of a step.
 """
@@ -30,44 +32,62 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-Coefficients = tuple[float, float, float]
+from dion_core.step_pairs import Coefficients, StepPair, paired
 
 RESULT = -1
-"""Target of the last `APPLY`: a buffer of its own, in the dtype of the result."""
-NOTHING = -1
-"""Number of the buffer to add if there is none."""
+"""Target of `APPLY` in the last segment: in the dtype of the result."""
+NEXT = 0
+"""Target of `APPLY` in the others: another copy of X."""
+FIELDS = 8
+"""Numbers of a product in the table; an operation takes half as many."""
 
 
 class Kind(IntEnum):
     """What a product multiplies."""
 
     GRAM = 0
-    """X[a] X[b]^T, or X[a]^T X[b] if X is tall."""
+    """X X^T, or X^T X if X is tall."""
     SYMMETRIC = 1
     """Two m x m buffers whose product is symmetric."""
     APPLY = 2
-    """Q X for buffer a and X[b], or X Q if X is tall."""
+    """Q X for the left buffer, or X Q if X is tall."""
+
+
+@dataclass(frozen=True)
+class Add:
+    """Value <- value + factor * buffer `buffer`."""
+
+    buffer: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class Store:
+    """Value <- value + diagonal * I, and buffer `target` <- value, rounded. The value itself stays as it is."""
+
+    target: int
+    diagonal: float = 0.0
 
 
 @dataclass(frozen=True)
 class Product:
-    """Buffer `target` <- alpha * left right + beta * buffer `added` + gamma I."""
+    """Value = alpha * left right, and what is done with it, in order; the last operation is a `Store`.
+
+    A buffer that is added may be stored to afterwards, a factor may not. In the place of X stands 0.
+    """
 
     kind: Kind
     left: int
     right: int
-    target: int
-    added: int = NOTHING
+    operations: tuple[Add | Store, ...]
     alpha: float = 1.0
-    beta: float = 0.0
-    gamma: float = 0.0
 
-    def fields(self) -> list[int]:
-        """The row of the kernel's table: eight int32, of which the last three are the bits of float32."""
-        numbers = [int(self.kind), self.left, self.right, self.added, self.target]
-        return numbers + [
-            struct.unpack("i", struct.pack("f", value))[0] for value in (self.alpha, self.beta, self.gamma)
-        ]
+    @property
+    def target(self) -> int:
+        """Where the value is stored last."""
+        last = self.operations[-1]
+        assert isinstance(last, Store), "a product ends with a store"
+        return last.target
 
 
 @dataclass(frozen=True)
@@ -77,55 +97,103 @@ class Listing:
     products: tuple[Product, ...]
     buffers: int
 
+    def table(self) -> list[int]:
+        """What the kernel reads: for each product `FIELDS` int32, and after them its operations' four.
 
-def list_products(segments: Sequence[Sequence[Coefficients]], *, apply_last: bool = True) -> Listing:
-    """Returns the products of all segments; `segments[i]` holds the steps between two Gram matrices.
+        Of a product: kind, left, right, the bits of alpha, where its operations begin and end in the table. Of an
+        operation: the buffer, the bits of its number, 1 if it is a `Store`.
+        """
+        rows: list[int] = []
+        operations: list[int] = []
+        start = FIELDS * len(self.products)
+        for product in self.products:
+            first = start + len(operations)
+            for operation in product.operations:
+                if isinstance(operation, Add):
+                    operations += [operation.buffer, _bits(operation.factor), 0, 0]
+                else:
+                    operations += [operation.target, _bits(operation.diagonal), 1, 0]
+            last = start + len(operations)
+            rows += [int(product.kind), product.left, product.right, _bits(product.alpha), first, last, 0, 0]
+        return rows + operations
+
+
+def _bits(value: float) -> int:
+    """The bits of a float32."""
+    bits: int = struct.unpack("i", struct.pack("f", value))[0]
+    return bits
+
+
+def list_products(steps: Sequence[Coefficients], *, last: bool, pairs: bool = True) -> Listing:
+    """Returns the products of one segment, which begin with its Gram matrix and end with Q X.
 
     Args:
-        segments: (a, b, c) of each step, by segment.
-        apply_last: False leaves out the last `APPLY`; Q is then the target of the last product.
+        steps: (a, b, c) of each.
+        last: whether Q X is the result.
+        pairs: whether two steps are worked out together, in fewer products of which more is stored and added.
     """
-    products: list[Product] = []
-    buffers = 0
-    for number, steps in enumerate(segments):
-        pool = _Pool()
-        source = number % 2
-        gram = pool.take()
-        products.append(Product(Kind.GRAM, source, source, gram))
-        polynomial = _list_steps(products, pool, gram, steps)
-        if number < len(segments) - 1:
-            products.append(Product(Kind.APPLY, polynomial, source, 1 - source))
-        elif apply_last:
-            products.append(Product(Kind.APPLY, polynomial, source, RESULT))
-        buffers = max(buffers, pool.size)
-    return Listing(tuple(products), buffers)
+    pool = _Pool()
+    gram = pool.take()
+    products = [Product(Kind.GRAM, 0, 0, (Store(gram),))]
+    polynomial = _list_steps(products, pool, gram, paired(steps) if pairs else tuple(steps))
+    products.append(Product(Kind.APPLY, polynomial, 0, (Store(RESULT if last else NEXT),)))
+    return Listing(tuple(products), pool.size)
 
 
-def _list_steps(products: list[Product], pool: _Pool, gram: int, steps: Sequence[Coefficients]) -> int:
-    """Appends the products of a segment's steps and returns the buffer that holds Q then."""
-
-    def append(left: int, right: int, target: int, added: int, *, alpha: float, beta: float, gamma: float) -> None:
-        products.append(Product(Kind.SYMMETRIC, left, right, target, added, alpha, beta, gamma))
-
+def _list_steps(products: list[Product], pool: _Pool, gram: int, units: Sequence[Coefficients | StepPair]) -> int:
+    """Appends the products of a segment's steps and pairs and returns the buffer that holds Q then."""
     rests: list[tuple[int, float]] = []
-    for a, b, c in steps[:-1]:
-        rest, half = pool.take(), pool.take()
-        append(gram, gram, rest, gram, alpha=c, beta=b, gamma=0.0)
-        append(rest, gram, half, gram, alpha=1.0, beta=a, gamma=0.0)
-        append(half, rest, gram, half, alpha=1.0, beta=a, gamma=0.0)
+    *before, last = units
+    for unit in before:
+        rest, a = _list_rest(products, pool, gram, unit)
+        half = pool.take()
+        products.append(_symmetric(rest, gram, (Add(gram, a), Store(half))))
+        products.append(_symmetric(half, rest, (Add(half, a), Store(gram))))
         pool.give(half)
         rests.append((rest, a))
-    a, b, c = steps[-1]
-    polynomial = pool.take()
-    append(gram, gram, polynomial, gram, alpha=c, beta=b, gamma=a)
-    pool.give(gram)
+    if isinstance(last, StepPair):
+        polynomial = _list_pair(products, pool, gram, last, keep_gram=False)
+    else:
+        a, b, c = last
+        polynomial = pool.take()
+        products.append(_symmetric(gram, gram, (Add(gram, b), Store(polynomial, a)), alpha=c))
+        pool.give(gram)
     for rest, a in reversed(rests):
         longer = pool.take()
-        append(polynomial, rest, longer, polynomial, alpha=1.0, beta=a, gamma=0.0)
+        products.append(_symmetric(polynomial, rest, (Add(polynomial, a), Store(longer))))
         pool.give(polynomial)
         pool.give(rest)
         polynomial = longer
     return polynomial
+
+
+def _list_rest(products: list[Product], pool: _Pool, gram: int, unit: Coefficients | StepPair) -> tuple[int, float]:
+    """Appends what makes q - a I of a step or a pair; returns its buffer and a."""
+    if isinstance(unit, StepPair):
+        return _list_pair(products, pool, gram, unit, keep_gram=True), 0.0
+    a, b, c = unit
+    rest = pool.take()
+    products.append(_symmetric(gram, gram, (Add(gram, b), Store(rest)), alpha=c))
+    return rest, a
+
+
+def _list_pair(products: list[Product], pool: _Pool, gram: int, pair: StepPair, *, keep_gram: bool) -> int:
+    """Appends the products of a pair and returns the buffer of its q: that of G, or another if G is to be kept."""
+    (t1, t0), (c2, c1, c0), (a1, a0), (b3, b2, b1, b0), (p3, p1, p0) = pair.t, pair.c, pair.a, pair.b, pair.p
+    t, c, a = pool.take(), pool.take(), pool.take()
+    result = c if keep_gram else gram
+    products.append(_symmetric(gram, gram, (Add(gram, t1), Store(t, t0))))
+    products.append(_symmetric(gram, t, (Add(t, c1), Store(c, c0)), alpha=c2))
+    make_b = (Add(c, b3), Add(t, b2), Add(gram, b1), Store(t, b0))
+    products.append(_symmetric(c, c, (Add(t, a1), Store(a, a0), *make_b)))
+    products.append(_symmetric(a, t, (Add(c, p3), Add(gram, p1), Store(result, p0))))
+    for buffer in (a, t) if keep_gram else (a, t, c):
+        pool.give(buffer)
+    return result
+
+
+def _symmetric(left: int, right: int, operations: tuple[Add | Store, ...], *, alpha: float = 1.0) -> Product:
+    return Product(Kind.SYMMETRIC, left, right, operations, alpha)
 
 
 class _Pool:

@@ -45,8 +45,7 @@ from dion_core.newton_schulz_kernels.counters import (
     receive_place,
 )
 from dion_core.newton_schulz_kernels.schedule import APPLY, FIELDS, GRAM, T, find, is_narrow
-
-H = gl.constexpr(64)
+from dion_core.newton_schulz_kernels.storing import H, add_diagonal, hand_over, make_box, store_symmetric
 
 
 @gluon.jit
@@ -154,84 +153,49 @@ def _multiply(
 
 
 @gluon.jit
-def _make_symmetric(direct, mirror, HALF: gl.constexpr):
-    """Makes the H x H part on the diagonal symmetric: what is below it replaces what is above."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    own = direct.reshape([H, T]).slice(HALF * H, H, dim=1)
-    turned = mirror.reshape([T, H]).slice(HALF * H, H).load(LAYOUT)
-    i = gl.arange(0, H, layout=gl.SliceLayout(1, LAYOUT))
-    j = gl.arange(0, H, layout=gl.SliceLayout(0, LAYOUT))
-    own.store(gl.where(i[:, None] >= j[None, :], own.load(LAYOUT), turned))
-
-
-@gluon.jit
-def _hand_over(value, out, box, number, kind, target, on_diagonal, HALF: gl.constexpr):
-    """Gives an (H, T) block to the transferring warp: as it is and transposed, or in the dtype of the result."""
-    direct, mirror, _c_full, out_full, out_empty = box
-    mbarrier.wait(out_empty, number & 1 ^ 1)
-    if (kind == APPLY) & (target < 0):
-        direct._reinterpret(out.dtype, [1, H, T], out.layout).reshape([H, T]).store(value.to(out.dtype))
-    else:
-        rounded = value.to(gl.float16)
-        direct.reshape([H, T]).store(rounded)
-        if kind != APPLY:
-            mirror.reshape([T, H]).permute([1, 0]).store(rounded)
-            if on_diagonal:
-                _make_symmetric(direct, mirror, HALF)
-    fence_async_shared()
-    mbarrier.arrive(out_full)
-
-
-@gluon.jit
-def _add_diagonal(value, gamma, row, column):
-    """`value` plus gamma where row and column are the same."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    i = row + gl.arange(0, H, layout=gl.SliceLayout(1, LAYOUT))
-    j = column + gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
-    return gl.where(i[:, None] == j[None, :], value + gamma, value)
-
-
-@gluon.jit
 def _consume_tile(
     w_add, out, ring, box, listing, counts, product, kind, i, j, steps,
     HALF: gl.constexpr, BLOCKS: gl.constexpr, WIDE: gl.constexpr, TK: gl.constexpr,
     A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Works out and hands over H rows of a tile of BLOCKS blocks: alpha A B + beta C + gamma I.
+    """Works out H rows of a tile of BLOCKS blocks, adds to them and hands them over as the product's operations say.
 
     `counts` are the slices, blocks and tiles with C so far; they are returned with this tile's added.
     """
     at, number, added = counts
-    direct, mirror, c_full, _out_full, _out_empty = box
+    direct, mirror, c_full, c_empty, _out_full, _out_empty = box
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     acc = _multiply(ring, at, steps, HALF, BLOCKS, WIDE, TK, A_TURNED, B_TURNED, STAGES)
-    target = gl.load(listing + product * FIELDS + 4)
-    alpha = gl.load(listing + product * FIELDS + 5).to(gl.float32, bitcast=True)
-    beta = gl.load(listing + product * FIELDS + 6).to(gl.float32, bitcast=True)
-    gamma = gl.load(listing + product * FIELDS + 7).to(gl.float32, bitcast=True)
-    acc *= alpha
+    acc *= gl.load(listing + product * FIELDS + 3).to(gl.float32, bitcast=True)
     if BLOCKS == 1:
         left = gl.convert_layout(acc, LAYOUT)
     else:
         left, right = acc.reshape([H, 2, T]).permute([0, 2, 1]).split()
         left = gl.convert_layout(left, LAYOUT)
         right = gl.convert_layout(right, LAYOUT)
-    if gl.load(listing + product * FIELDS + 3) >= 0:
-        mbarrier.wait(c_full, added & 1)
-        added += 1
-        left += beta * direct.reshape([H, T]).load(LAYOUT).to(gl.float32)
-        if BLOCKS == 2:
-            right += beta * mirror._reinterpret(gl.float16, [H, T], w_add.layout).load(LAYOUT).to(gl.float32)
-    if (kind != APPLY) & (i // WIDE == j):
-        left = _add_diagonal(left, gamma, i * T + HALF * H, j * (T * WIDE))
-        if BLOCKS == 2:
-            right = _add_diagonal(right, gamma, i * T + HALF * H, j * (T * WIDE) + T)
-    _hand_over(left, out, box, number, kind, target, i == WIDE * j, HALF)
-    number += 1
-    if BLOCKS == 2:  # noqa: SIM102 - known to the compiler, so that `right` need not exist
-        if (kind == APPLY) | (WIDE * j + 1 <= i):
-            _hand_over(right, out, box, number, kind, target, i == WIDE * j + 1, HALF)
+    first = gl.load(listing + product * FIELDS + 4)
+    for operation in range(first, gl.load(listing + product * FIELDS + 5), 4):
+        target = gl.load(listing + operation)
+        factor = gl.load(listing + operation + 1).to(gl.float32, bitcast=True)
+        if gl.load(listing + operation + 2) == 0:
+            mbarrier.wait(c_full, added & 1)
+            added += 1
+            left += factor * direct.reshape([H, T]).load(LAYOUT).to(gl.float32)
+            if BLOCKS == 2:
+                right += factor * mirror._reinterpret(gl.float16, [H, T], w_add.layout).load(LAYOUT).to(gl.float32)
+            fence_async_shared()
+            mbarrier.arrive(c_empty)
+        else:
+            if (kind != APPLY) & (i // WIDE == j):
+                left = add_diagonal(left, factor, i * T + HALF * H, j * (T * WIDE))
+                if BLOCKS == 2:
+                    right = add_diagonal(right, factor, i * T + HALF * H, j * (T * WIDE) + T)
+            hand_over(left, out, box, number, kind, target, i == WIDE * j, HALF)
             number += 1
+            if BLOCKS == 2:  # noqa: SIM102 - known to the compiler, so that `right` need not exist
+                if (kind == APPLY) | (WIDE * j + 1 <= i):
+                    hand_over(right, out, box, number, kind, target, i == WIDE * j + 1, HALF)
+                    number += 1
     return at + steps, number, added
 
 
@@ -281,30 +245,15 @@ def _consume(
 
 
 @gluon.jit
-def _store_symmetric(w_direct, w_mirror, w_corner, direct, mirror, matrix, i, block, HALF: gl.constexpr):
-    """Stores H rows of a block and their transpose; of one on the diagonal, what lies below, and its transpose."""
-    row = i * T + HALF * H
-    if block < i:
-        tma.async_copy_shared_to_global(w_direct, [matrix, row, block * T], direct)
-        tma.async_copy_shared_to_global(w_mirror, [matrix, block * T, row], mirror)
-    elif HALF == 0:
-        corner = direct._reinterpret(gl.float16, [1, H, H], w_corner.layout)  # the left half
-        tma.async_copy_shared_to_global(w_corner, [matrix, row, block * T], corner)
-    else:
-        tma.async_copy_shared_to_global(w_direct, [matrix, row, block * T], direct)
-        corner = mirror._reinterpret(gl.float16, [1, H, H], w_corner.layout)  # the upper half
-        tma.async_copy_shared_to_global(w_corner, [matrix, block * T, row], corner)
-
-
-@gluon.jit
 def _transfer(
-    w_add, w_direct, w_mirror, w_corner, x_direct, out, box, places, work,
+    w_add, w_direct, w_mirror, w_corner, x_next, out, box, places, work,
     HALF: gl.constexpr, WIDE: gl.constexpr, TALL: gl.constexpr,
 ):  # fmt: skip
     """Loads C for, stores and announces the blocks of one consuming group."""
     listing, counters, total, batch, m, _n, _band = work
-    direct, mirror, c_full, out_full, out_empty = box
+    direct, mirror, c_full, c_empty, out_full, out_empty = box
     number = 0
+    added = 0
     product = 0
     start = 0
     before = 0
@@ -313,34 +262,38 @@ def _transfer(
     while place < total:
         product, start, before, kind, matrix, i, j = find(place, product, start, before, work, WIDE, TALL)
         row = i * T + HALF * H
-        added = gl.load(listing + product * FIELDS + 3)
-        target = gl.load(listing + product * FIELDS + 4)
-        if added >= 0:
-            await_tiles(counters + matrix, 2 * before)
-            narrow = is_narrow(kind, i, j, WIDE, TALL)
-            c_row = (added * batch + matrix) * m + row
-            mbarrier.expect(c_full, H * T * 2, pred=narrow)
-            mbarrier.expect(c_full, H * T * 2 * WIDE, pred=narrow == 0)
-            tma.async_copy_global_to_shared(w_add, [c_row, j * (T * WIDE)], c_full, direct.reshape([H, T]))
-            if WIDE == 2:
-                right = mirror._reinterpret(gl.float16, [H, T], w_add.layout)
-                tma.async_copy_global_to_shared(w_add, [c_row, j * (T * WIDE) + T], c_full, right, pred=narrow == 0)
-        for part in gl.static_range(WIDE):
-            block = j * WIDE + part
-            if (kind == APPLY) | (block <= i):
-                mbarrier.wait(out_full, number & 1)
-                if kind != APPLY:
-                    _store_symmetric(
-                        w_direct, w_mirror, w_corner, direct, mirror, target * batch + matrix, i, block, HALF
-                    )
-                elif target < 0:
-                    result = direct._reinterpret(out.dtype, [1, H, T], out.layout)
-                    tma.async_copy_shared_to_global(out, [matrix, row, block * T], result)
-                else:
-                    tma.async_copy_shared_to_global(x_direct, [target * batch + matrix, row, block * T], direct)
-                tma.store_wait(0)
-                mbarrier.arrive(out_empty)
-                number += 1
+        await_tiles(counters + matrix, 2 * before)  # what is added is there
+        first = gl.load(listing + product * FIELDS + 4)
+        for operation in range(first, gl.load(listing + product * FIELDS + 5), 4):
+            target = gl.load(listing + operation)
+            if gl.load(listing + operation + 2) == 0:
+                mbarrier.wait(c_empty, added & 1 ^ 1)
+                added += 1
+                narrow = is_narrow(kind, i, j, WIDE, TALL)
+                c_row = (target * batch + matrix) * m + row
+                mbarrier.expect(c_full, H * T * 2, pred=narrow)
+                mbarrier.expect(c_full, H * T * 2 * WIDE, pred=narrow == 0)
+                tma.async_copy_global_to_shared(w_add, [c_row, j * (T * WIDE)], c_full, direct.reshape([H, T]))
+                if WIDE == 2:
+                    right = mirror._reinterpret(gl.float16, [H, T], w_add.layout)
+                    tma.async_copy_global_to_shared(w_add, [c_row, j * (T * WIDE) + T], c_full, right, pred=narrow == 0)
+            else:
+                for part in gl.static_range(WIDE):
+                    block = j * WIDE + part
+                    if (kind == APPLY) | (block <= i):
+                        mbarrier.wait(out_full, number & 1)
+                        if kind != APPLY:
+                            store_symmetric(
+                                w_direct, w_mirror, w_corner, direct, mirror, target * batch + matrix, i, block, HALF
+                            )
+                        elif target < 0:
+                            result = direct._reinterpret(out.dtype, [1, H, T], out.layout)
+                            tma.async_copy_shared_to_global(out, [matrix, row, block * T], result)
+                        else:
+                            tma.async_copy_shared_to_global(x_next, [matrix, row, block * T], direct)
+                        tma.store_wait(0)
+                        mbarrier.arrive(out_empty)
+                        number += 1
         announce_tile(counters + matrix)
         tile += 1
         place = receive_place(places, tile, 1)
@@ -349,7 +302,7 @@ def _transfer(
 # Nothing is compiled anew for a size that happens to be 1 or a multiple of 16.
 @gluon.jit(do_not_specialize=["total", "batch", "m", "n", "band"])
 def products_kernel(
-    x_rows, x_cols, x_apply, x_direct, out, w_rows, w_cols, w_add, w_direct, w_mirror, w_corner, listing, counters,
+    x_rows, x_cols, x_apply, x_next, out, w_rows, w_cols, w_add, w_direct, w_mirror, w_corner, listing, counters,
     total, batch, m, n, band,
     WIDE: gl.constexpr, TK: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -360,11 +313,11 @@ def products_kernel(
     mirror = gl.allocate_shared_memory(gl.float16, [2, 1, T, H], w_mirror.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    box_barriers = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
+    box_barriers = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
-    for number in gl.static_range(6):
+    for number in gl.static_range(8):
         mbarrier.init(box_barriers.index(number), count=1)
     next_place = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     place_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -375,16 +328,16 @@ def products_kernel(
     fence_async_shared()
     places = (next_place, place_full, place_empty)
     ring = (a_ring, b_ring, full, empty)
-    box_0 = (direct.index(0), mirror.index(0), box_barriers.index(0), box_barriers.index(1), box_barriers.index(2))
-    box_1 = (direct.index(1), mirror.index(1), box_barriers.index(3), box_barriers.index(4), box_barriers.index(5))
+    box_0 = make_box(direct, mirror, box_barriers, 0)
+    box_1 = make_box(direct, mirror, box_barriers, 1)
     work = (listing, counters, total, batch, m, n, band)
     gl.warp_specialize(
         [
             (_consume, (w_add, out, ring, box_0, places, work, 0, WIDE, TK, TALL, STAGES)),
             (_consume, (w_add, out, ring, box_1, places, work, 1, WIDE, TK, TALL, STAGES)),
             (_produce, (x_rows, x_cols, x_apply, w_rows, w_cols, ring, places, work, WIDE, TK, TALL, STAGES)),
-            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_direct, out, box_0, places, work, 0, WIDE, TALL)),
-            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_direct, out, box_1, places, work, 1, WIDE, TALL)),
+            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_next, out, box_0, places, work, 0, WIDE, TALL)),
+            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_next, out, box_1, places, work, 1, WIDE, TALL)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

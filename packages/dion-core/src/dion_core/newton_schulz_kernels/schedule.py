@@ -17,7 +17,7 @@ import triton.language as tl
 
 T = tl.constexpr(128)
 FIELDS = tl.constexpr(8)
-"""Of a product in the table: kind, left, right, added, target, alpha, beta, gamma."""
+"""Of a product in the table (module `listing`): kind, left, right, alpha, first operation, end of operations."""
 GRAM = tl.constexpr(0)
 APPLY = tl.constexpr(2)
 

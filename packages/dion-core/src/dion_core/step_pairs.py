@@ -1,0 +1,152 @@
+"""Two Newton-Schulz steps as one polynomial of the Gram matrix, in four products instead of five.
+
+Two steps ``X <- q1(G) X`` and ``X <- q2(G1) X`` with ``G = X X^T`` and ``G1 = G q1(G)^2`` make ``X <- P(G) X`` with
+``P = q2(G1) q1(G)`` of degree 12. Step by step, P takes the products G G, q1 G, (q1 G) q1, G1 G1 and q2 q1. These four
+(a b and c d are products of matrices, the small letters numbers) give the same polynomial:
+
+    T = G G + t1 G + t0 I
+    C = c2 G T + c1 T + c0 I
+    A = C C + a1 T + a0 I
+    B = A + b3 C + b2 T + b1 G + b0 I
+    P = A B + p3 C + p1 G + p0 I
+
+How the numbers are found: with S = (A + B) / 2 and L = (B - A) / 2, ``P = S^2 - L^2 + K`` where S has degree 6, L and
+K have degree 3. The highest terms of P down to degree 7 fix S but for its constant, as in a square root by hand; then
+``P - S^2`` has degree 6, its terms down to degree 4 fix L, and the rest is K. Two numbers stay free: b3, which is
+chosen so that everything stays as small as it can, and the constant of L, which makes K need no T. Each factor is
+symmetric like G and commutes with it.
+
+Rounding errors are those of steps one after the other, since no number is large: for the last two pairs of Polar
+Express none exceeds 4.4, and none of the factors has an entry of its spectrum above 5.
+
+That fewer products than one for every two degrees are enough is long known: Paterson and Stockmeyer 1973, "On the
+number of nonscalar multiplications necessary to evaluate polynomials"; Sastre 2018, "Efficient evaluation of matrix
+polynomials"; Bader, Blanes, Casas 2019, "Computing the matrix exponential with an optimized Taylor polynomial
+approximation", who evaluate degree 12 in this form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+Coefficients = tuple[float, float, float]
+"""(a, b, c) of one step ``p(s) = a s + b s^3 + c s^5``."""
+
+_B3: Final = 0.8  # from 0.4 to 1.3 the errors in emulated float16 are the same within a tenth
+_LARGEST: Final = 32.0  # above it rounding errors of the factors would show
+
+Polynomial = list[float]
+
+
+@dataclass(frozen=True)
+class StepPair:
+    """The numbers of two steps; for each factor in the order of the module, the constant last."""
+
+    t: tuple[float, float]
+    c: tuple[float, float, float]
+    a: tuple[float, float]
+    b: tuple[float, float, float, float]
+    p: tuple[float, float, float]
+
+
+def paired(steps: Sequence[Coefficients]) -> tuple[Coefficients | StepPair, ...]:
+    """Returns the steps in order with as many as possible in pairs, from the last on: the first are the steepest."""
+    units: list[Coefficients | StepPair] = []
+    rest = list(steps)
+    while rest:
+        pair = step_pair(rest[-2], rest[-1]) if len(rest) > 1 else None
+        units.insert(0, rest[-1] if pair is None else pair)
+        del rest[-1 if pair is None else -2 :]
+    return tuple(units)
+
+
+@lru_cache(maxsize=256)
+def step_pair(first: Coefficients, second: Coefficients) -> StepPair | None:
+    """Returns the numbers of two steps; None if there are none, or if one of them is large."""
+    target = _composed(first, second)
+    if target[12] <= 0:
+        return None
+    numbers = _solve(target)
+    if numbers is None:
+        return None
+    largest = max(
+        abs(number) for factor in (numbers.t, numbers.c, numbers.a, numbers.b, numbers.p) for number in factor
+    )
+    return numbers if largest <= _LARGEST else None
+
+
+def _composed(first: Coefficients, second: Coefficients) -> Polynomial:
+    """P: 13 coefficients, the constant first."""
+    q1 = list(first)
+    gram = _times([0.0, 1.0], _times(q1, q1))
+    square = _times(gram, gram)
+    a, b, c = second
+    q2 = [c * x + b * y for x, y in zip(square, gram + [0.0] * 5, strict=True)]
+    q2[0] += a
+    return _times(q2, q1)
+
+
+def _times(left: Polynomial, right: Polynomial) -> Polynomial:
+    product = [0.0] * (len(left) + len(right) - 1)
+    for i, x in enumerate(left):
+        for j, y in enumerate(right):
+            product[i + j] += x * y
+    return product
+
+
+def _solve(target: Polynomial) -> StepPair | None:
+    """The numbers for P = `target`, whose coefficient of degree 12 is positive."""
+    s = [0.0] * 7
+    s[6] = math.sqrt(target[12])
+    for k in range(5, 0, -1):
+        s[k] = (target[6 + k] - sum(s[i] * s[6 + k - i] for i in range(k + 1, 6))) / (2 * s[6])
+    c3 = math.sqrt(s[6])
+    c2 = s[5] / (2 * c3)
+    c1 = (s[4] - c2 * c2) / (2 * c3)
+    l3 = _B3 * c3 / 2
+    s[0] = (target[6] - 2 * (s[5] * s[1] + s[4] * s[2]) - s[3] ** 2 + l3 * l3) / (2 * s[6])
+    d = [target[k] - sum(s[i] * s[k - i] for i in range(k + 1)) for k in range(6)]  # P - S^2
+    l2 = -d[5] / (2 * l3)
+    l1 = -(d[4] + l2 * l2) / (2 * l3)
+    k3, k2 = d[3] + 2 * l2 * l1, d[2] + l1 * l1
+    slope = 2 * (l2 - l3 * c2 / c3)
+    if slope == 0:
+        return None
+    l0 = (k3 * c2 / c3 - k2) / slope
+    k3, k1, k0 = k3 + 2 * l0 * l3, d[1] + 2 * l0 * l1, d[0] + l0 * l0
+    c0 = (s[3] - l3 - 2 * c2 * c1) / (2 * c3)
+    a2, a1, a0 = s[2] - l2 - c1 * c1 - 2 * c0 * c2, s[1] - l1 - 2 * c0 * c1, s[0] - l0 - c0 * c0
+    return None if a2 == 0 else _in_terms_of_t((c3, c2, c1, c0), (a2, a1, a0), (l2, l1, l0), (k3, k1, k0))
+
+
+def _in_terms_of_t(
+    cubic: tuple[float, ...], rest: tuple[float, ...], half: tuple[float, ...], added: tuple[float, ...]
+) -> StepPair:
+    """The numbers from those of powers of G, highest first.
+
+    Args:
+        cubic: of C.
+        rest: of A - C^2.
+        half: of L, but for its first.
+        added: of K, but for that of G^2.
+    """
+    c3, c2, c1, c0 = cubic
+    a2, a1, a0 = rest
+    l2, l1, l0 = half
+    k3, k1, k0 = added
+    t1 = a1 / a2
+    d1 = c2 - c3 * t1
+    t0 = (c1 - d1 * t1) / c3
+    b2 = 2 * l2 - _B3 * c2
+    p3 = k3 / c3
+    return StepPair(
+        t=(t1, t0),
+        c=(c3, d1, c0 - d1 * t0),
+        a=(a2, a0 - a2 * t0),
+        b=(_B3, b2, 2 * l1 - _B3 * c1 - b2 * t1, 2 * l0 - _B3 * c0 - b2 * t0),
+        p=(p3, k1 - p3 * c1, k0 - p3 * c0),
+    )
