@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 from torch import Tensor
@@ -35,6 +35,16 @@ SHAPES = (
 )
 TARGETS = (1.15, 16.0, 12.5, 1.6, 1.8, 0.30, 0.35)
 """Milliseconds, captured, one for each shape."""
+FEW = (
+    (1, 5120, 5120),
+    (1, 1280, 5120),
+    (2, 1280, 5120),
+    (1, 1536, 1664),
+    (3, 1536, 1664),
+    (2, 384, 1536),
+    (2, 384, 6656),
+)
+"""Shapes of which a choice is stored too: with few matrices, as many ranks have them."""
 WIDE = Choice(wide=2, depth=64, stages=3, band=4)
 SINGLE = Choice(wide=1, depth=64, stages=5, band=8)
 CANDIDATES = tuple(
@@ -42,6 +52,8 @@ CANDIDATES = tuple(
 )
 
 ROUNDS = 3
+PAUSE = 0.5
+"""Seconds of rest before a shape: one that follows heavy work starts with lower clocks."""
 
 
 def captured_ms(function: Callable[[], object], *, repeats: int = 10) -> float:
@@ -150,7 +162,7 @@ def write() -> None:
     name = torch.cuda.get_device_name()
     content = json.loads(choices.MEASURED.read_text(encoding="utf-8")) if choices.MEASURED.exists() else {}
     content[name] = []
-    for batch, m, n in SHAPES:
+    for batch, m, n in SHAPES + FEW:
         print(f"{batch} x {m} x {n}", flush=True)
         content[name].append({"batch": batch, "m": m, "n": n, "choice": asdict(compare(batch, m, n))})
     choices.MEASURED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -173,6 +185,7 @@ def main() -> None:
     orthogonalize = NewtonSchulz()
     for (batch, m, n), target in zip(SHAPES, TARGETS, strict=True):
         matrices = random_matrices(batch, m, n)
+        sleep(PAUSE)
         captured = captured_ms(lambda matrices=matrices: orthogonalize(matrices))
         eager = eager_ms(lambda matrices=matrices: orthogonalize(matrices))
         host = host_us(lambda matrices=matrices: orthogonalize(matrices))
