@@ -94,13 +94,8 @@ def host_us(function: Callable[[], object], *, repeats: int = 20) -> float:
 def operations(batch: int, m: int, n: int) -> float:
     """Floating-point operations of the products that are chosen here, symmetric ones at half cost."""
     choice = iteration.choice_for(torch.device("cuda", torch.cuda.current_device()), batch, m, n)
-    products = [
-        product
-        for steps in segments_of(m, n)
-        for product in listing.list_products(steps, last=True, pairs=choice.pairs).products
-    ]
-    cost = {listing.Kind.GRAM: m * m * n, listing.Kind.SYMMETRIC: m**3, listing.Kind.APPLY: 2 * m * m * n}
-    return float(batch * sum(cost[product.kind] for product in products))
+    listings = [listing.list_products(steps, last=True, pairs=choice.pairs) for steps in segments_of(m, n)]
+    return float(batch * sum(each.flops(m, n) for each in listings))
 
 
 def random_matrices(batch: int, rows: int, columns: int) -> Tensor:

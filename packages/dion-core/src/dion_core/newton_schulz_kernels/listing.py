@@ -97,6 +97,11 @@ class Listing:
     products: tuple[Product, ...]
     buffers: int
 
+    def flops(self, m: int, n: int) -> int:
+        """Floating-point operations of the products of one matrix with sides m <= n, symmetric ones at half cost."""
+        cost = {Kind.GRAM: m * m * n, Kind.SYMMETRIC: m**3, Kind.APPLY: 2 * m * m * n}
+        return sum(cost[product.kind] for product in self.products)
+
     def table(self) -> list[int]:
         """What the kernel reads: for each product `FIELDS` int32, and after them its operations' four.
 

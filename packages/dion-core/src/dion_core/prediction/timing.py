@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
+from dion_core.newton_schulz import NewtonSchulz
+from dion_core.newton_schulz_kernels.listing import list_products
 from dion_core.pipeline import BUCKETS_IN_FLIGHT
 from dion_core.prediction.machine import Machine, rate_at
 from dion_core.prediction.traffic import Sent
@@ -64,16 +67,11 @@ class Times:
     exposed: float
 
 
-def newton_schulz_flops(rows: int, columns: int, steps: int = 5) -> float:
-    """FLOPs of Newton-Schulz on one matrix, symmetric products at half cost.
-
-    With m the shorter side and n the longer: a step on a square matrix is 4 m^3; on another the Gram matrices of two
-    segments cost m^2 n each, the five steps 12 m^3 / 2 or so in all, and the two products with X 2 m^2 n each.
-    """
-    small, large = sorted((rows, columns))
-    if small == large:
-        return 4.0 * steps * small**3
-    return 6.0 * small**2 * large + 12.0 * steps / 5 * small**3
+@lru_cache(maxsize=1024)
+def newton_schulz_flops(rows: int, columns: int) -> float:
+    """FLOPs of Newton-Schulz on one matrix as the kernels work it out, symmetric products at half cost."""
+    segments = NewtonSchulz().kernel_segments(rows, columns)
+    return float(sum(list_products(steps, last=True).flops(*sorted((rows, columns))) for steps in segments))
 
 
 def accumulate_bytes(work: BucketWork) -> float:
