@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md from the results that benchmarks.gpu_step, benchmarks.wire and asv keep.
+"""The tables of docs/performance.md from what benchmarks.gpu_step, .newton_schulz, .wire and asv keep.
 
     python -m benchmarks.gpu_table [--write]
 
@@ -93,6 +93,26 @@ def wire_table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
+def newton_schulz_table(results: list[dict[str, Any]]) -> str:
+    """A Markdown table for every file of results of Newton-Schulz."""
+    lines = []
+    for result in results:
+        lines += [
+            f"{result['machine']}, torch {result['torch']}, {result['date'][:10]}; fp16 product of cuBLAS in the same "
+            f"run: {result['product']:.0f} TFLOP/s.",
+            "",
+            "| batch x m x n | captured ms | eager ms | TFLOP/s | captured with torch's products, ms |",
+            "|---|---|---|---|---|",
+            *(
+                f"| {' x '.join(map(str, row['shape']))} | {row['captured_ms']:.3f} | {row['eager_ms']:.3f} "
+                f"| {row['flops'] / 1e12:.0f} | {row['torch_ms']:.3f} |"
+                for row in result["rows"]
+            ),
+            "",
+        ]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
 ASV_COLUMNS = (
     {
         "step ms": ("bench_steps.OneGpu.time_step", 1e3),
@@ -141,6 +161,7 @@ def main() -> None:
     """Prints what `publish` puts into the page if asked to."""
     page = DOCS / "performance.md"
     publish(tables(_results("gpu_step-*.json")), page, "gpu_step", description=__doc__)
+    publish(newton_schulz_table(_results("newton_schulz-*.json")), page, "newton_schulz", description=__doc__)
     publish(wire_table(_results("wire-*.json")), page, "wire", description=__doc__)
     kept = [Results.load(str(path)) for path in sorted(RESULTS.glob("asv-*.json"))]
     publish(asv_table(kept), page, "asv", description=__doc__)

@@ -1,10 +1,11 @@
 """Newton-Schulz on this GPU: captured in a CUDA graph and eager, against what its products need at least.
 
-    python -m benchmarks.newton_schulz [--write] [--products]
+    python -m benchmarks.newton_schulz [--write] [--products] [--output FILE]
 
 TFLOP/s count a symmetric product at half the cost of a dense one. --products adds the times of single products by
 cuBLAS; --write measures every candidate for every shape and stores the fastest in the file that
-`dion_core.newton_schulz_kernels.choices` reads.
+`dion_core.newton_schulz_kernels.choices` reads. Results are kept as JSON under benchmarks/results/ with the machine
+named.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
 
@@ -24,6 +27,7 @@ from dion_core.newton_schulz_kernels import choices, iteration, listing
 from dion_core.newton_schulz_kernels.choices import Choice
 from dion_core.newton_schulz_kernels.normalize import normalize
 
+RESULTS = Path(__file__).parent / "results"
 SHAPES = (
     (8, 1280, 5120),
     (4, 5120, 5120),
@@ -165,33 +169,54 @@ def write() -> None:
     choices._measured.cache_clear()
 
 
+def measure(batch: int, m: int, n: int) -> dict[str, float]:
+    """Times of one shape: captured, eager, on the host, and captured with torch's products; and FLOP/s."""
+    orthogonalize, matrices = NewtonSchulz(), random_matrices(batch, m, n)
+    sleep(PAUSE)
+    captured = captured_ms(lambda: orthogonalize(matrices))
+    return {
+        "captured_ms": captured,
+        "eager_ms": eager_ms(lambda: orthogonalize(matrices)),
+        "host_us": host_us(lambda: orthogonalize(matrices)),
+        "flops": 1e3 * operations(batch, m, n) / captured,
+        "torch_ms": captured_ms(lambda: orthogonalize._orthogonalize(matrices)),
+    }
+
+
 def main() -> None:
     """Measures, after writing if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="store the fastest choices")
     parser.add_argument("--products", action="store_true", help="print times of single products too")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/newton_schulz-MACHINE.json")
     arguments = parser.parse_args()
     if arguments.write:
         write()
-    print(f"cuBLAS 8192^3: bf16 {ceiling(torch.bfloat16):.0f}, fp16 {ceiling(torch.float16):.0f} TFLOP/s")
+    machine, product = torch.cuda.get_device_name(), ceiling(torch.float16)
+    print(f"cuBLAS 8192^3: bf16 {ceiling(torch.bfloat16):.0f}, fp16 {product:.0f} TFLOP/s")
     print(
         "batch x m x n          captured ms  target   eager ms   host us  TFLOP/s  captured with torch's products, ms"
     )
-    orthogonalize = NewtonSchulz()
-    for (batch, m, n), target in zip(SHAPES, TARGETS, strict=True):
-        matrices = random_matrices(batch, m, n)
-        sleep(PAUSE)
-        captured = captured_ms(lambda matrices=matrices: orthogonalize(matrices))
-        eager = eager_ms(lambda matrices=matrices: orthogonalize(matrices))
-        host = host_us(lambda matrices=matrices: orthogonalize(matrices))
-        plain = captured_ms(lambda matrices=matrices: orthogonalize._orthogonalize(matrices))
-        rate = operations(batch, m, n) / captured / 1e9
-        shape = f"{batch} x {m} x {n}"
+    rows = []
+    for shape, target in zip(SHAPES, TARGETS, strict=True):
+        row = measure(*shape)
+        rows.append({"shape": shape, "target_ms": target} | row)
         print(
-            f"{shape:22} {captured:11.3f} {target:7.2f} {eager:10.3f} {host:9.0f} {rate:8.0f} {plain:8.3f}", flush=True
+            f"{' x '.join(map(str, shape)):22} {row['captured_ms']:11.3f} {target:7.2f} {row['eager_ms']:10.3f} "
+            f"{row['host_us']:9.0f} {row['flops'] / 1e12:8.0f} {row['torch_ms']:8.3f}",
+            flush=True,
         )
         if arguments.products:
-            print_products(batch, m, n)
+            print_products(*shape)
+    content = {
+        "machine": machine,
+        "torch": torch.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "product": product,
+        "rows": rows,
+    }
+    output = arguments.output or RESULTS / f"newton_schulz-{machine.replace(' ', '-')}.json"
+    output.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
