@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from dion_core.newton_schulz import NewtonSchulz
-from dion_core.newton_schulz_kernels import choices, iteration, listing
+from dion_core.newton_schulz_kernels import choices, iteration
 from dion_core.newton_schulz_kernels.choices import Choice
 from dion_core.newton_schulz_kernels.normalize import normalize
+from dion_core.prediction.timing import newton_schulz_flops
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = (
@@ -51,9 +52,7 @@ FEW = (
 """Shapes of which a choice is stored too: with few matrices, as many ranks have them."""
 WIDE = Choice(wide=2, depth=64, stages=3, band=4)
 SINGLE = Choice(wide=1, depth=64, stages=5, band=8)
-CANDIDATES = tuple(
-    replace(choice, pairs=pairs) for choice in (WIDE, replace(WIDE, band=8), SINGLE) for pairs in (True, False)
-)
+CANDIDATES = (WIDE, replace(WIDE, band=8), SINGLE)
 
 ROUNDS = 3
 PAUSE = 0.5
@@ -96,10 +95,8 @@ def host_us(function: Callable[[], object], *, repeats: int = 20) -> float:
 
 
 def operations(batch: int, m: int, n: int) -> float:
-    """Floating-point operations of the products that are chosen here, symmetric ones at half cost."""
-    choice = iteration.choice_for(torch.device("cuda", torch.cuda.current_device()), batch, m, n)
-    listings = [listing.list_products(steps, last=True, pairs=choice.pairs) for steps in segments_of(m, n)]
-    return float(batch * sum(each.flops(m, n) for each in listings))
+    """Floating-point operations of the products, symmetric ones at half cost."""
+    return batch * newton_schulz_flops(m, n)
 
 
 def random_matrices(batch: int, rows: int, columns: int) -> Tensor:

@@ -22,9 +22,7 @@ WIDE, SINGLE = choices.DEFAULT, choices.SMALL
 CHOICES = [
     WIDE,
     replace(WIDE, band=8),
-    replace(WIDE, pairs=False),
     SINGLE,
-    replace(SINGLE, pairs=True),
 ]
 SHAPES = [(3, 640, 1024), (2, 200, 328), (2, 384, 384), (3, 640, 256), (5, 264, 520), (1, 8, 64), (2, 1664, 1536)]
 
@@ -124,7 +122,7 @@ SPECTRA = {
 
 
 @pytest.mark.parametrize("name", SPECTRA)
-@pytest.mark.parametrize("choice", [WIDE, SINGLE, replace(SINGLE, pairs=True)], ids=str)
+@pytest.mark.parametrize("choice", [WIDE, SINGLE], ids=str)
 def test_singular_values_stay_in_the_band(name: str, choice: object) -> None:
     matrices = SPECTRA[name]().bfloat16()
     before = torch.linalg.svdvals(matrices.double())

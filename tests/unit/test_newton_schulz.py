@@ -129,7 +129,7 @@ def test_segments_of_the_kernels_end_with_two_steps() -> None:
 
     assert lengths(NewtonSchulz(), 8, 9) == lengths(NewtonSchulz(), 9, 8) == [3, 2]
     assert lengths(NewtonSchulz(), 8, 8) == [1, 2, 2]
-    for count, wide, square in ((1, [1], [1]), (2, [2], [2]), (4, [2, 2], [2, 2]), (6, [4, 2], [2, 2, 2])):
+    for count, wide, square in ((1, [1], [1]), (2, [2], [2]), (4, [2, 2], [2, 2]), (7, [3, 2, 2], [1, 2, 2, 2])):
         coefficients = (POLAR_EXPRESS[2],) * count
         assert lengths(NewtonSchulz(coefficients), 8, 9) == wide
         assert lengths(NewtonSchulz(coefficients), 8, 8) == square
@@ -393,6 +393,9 @@ def test_equal_settings_have_equal_hash_and_repr() -> None:
         ({"restart_after": 0}, "restart_after must be 'auto', None or 1 to 5, got 0"),
         ({"restart_after": 6}, "restart_after must be 'auto', None or 1 to 5, got 6"),
         ({"coefficients": QUINTIC[:1], "restart_after": 2}, "restart_after must be 'auto', None or 1 to 1, got 2"),
+        ({"restart_after": True}, "restart_after must be 'auto', None or 1 to 5, got True"),
+        ({"restart_after": 2.0}, "restart_after must be 'auto', None or 1 to 5, got 2.0"),
+        ({"coefficients": ((2.0, math.nan, 0.5),) * 2}, "coefficients must be finite"),
         ({"restart_after": "never"}, "restart_after must be 'auto', None or 1 to 5, got 'never'"),
         ({"compute_dtype": torch.int32}, "compute_dtype must be .*float16.*, got torch.int32"),
     ],

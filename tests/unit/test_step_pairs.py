@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dion_core.newton_schulz import POLAR_EXPRESS, QUINTIC
-from dion_core.step_pairs import Coefficients, StepPair, paired, step_pair
+from dion_core.step_pairs import Coefficients, StepPair, step_pair
 
 CUBIC = (1.5, -0.5, 0.0)
 PAIRS = [*pairwise(POLAR_EXPRESS), (QUINTIC[0], QUINTIC[0])]
@@ -55,15 +55,19 @@ def test_numbers_of_the_pairs_in_use_are_small() -> None:
         assert max(abs(x) for x in (*pair.t, *pair.c, *pair.a, *pair.b, *pair.p)) < 4.4
 
 
-def test_steps_are_paired_from_the_last_on() -> None:
-    one, two, three, four, five = POLAR_EXPRESS
-    assert paired(POLAR_EXPRESS) == (one, step_pair(two, three), step_pair(four, five))
-    assert paired(POLAR_EXPRESS[:2]) == (step_pair(one, two),)
-    assert paired(POLAR_EXPRESS[:1]) == (one,)
-
-
-def test_steps_that_no_pair_is_found_for_stay_single() -> None:
-    assert step_pair(CUBIC, CUBIC) is None  # of degree 3, so that the pair's is not 12
-    assert paired((CUBIC,) * 3) == (CUBIC,) * 3
-    assert step_pair((1.5, -0.5, 1e-6), (1.5, -0.5, 1e-6)) is None  # only with numbers of which little would be left
-    assert step_pair((2.0, -1.5, -0.5), (2.0, -1.5, 0.5)) is None  # its highest term is negative
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (CUBIC, CUBIC),  # of degree 3, so that the pair's is not 12
+        ((1.5, -0.5, 1e-6), (1.5, -0.5, 1e-6)),  # only with numbers of which little would be left
+        ((2.0, -1.5, -0.5), (2.0, -1.5, 0.5)),  # the highest term is negative
+        ((1.0, 1e60, 1.0), (1.0, 1e60, 1.0)),
+        ((2.0, -1.5, 1e60), (2.0, -1.5, 1e60)),
+        ((float("nan"), -1.5, 0.5), (2.0, -1.5, 0.5)),
+        ((2.0, -1.5, 0.5), (float("nan"), -1.5, 0.5)),
+        ((2.0, -1.5, 0.5), (float("inf"), -1.5, 0.5)),
+    ],
+    ids=str,
+)
+def test_steps_without_small_numbers_are_no_pair(steps: tuple[Coefficients, Coefficients]) -> None:
+    assert step_pair(*steps) is None

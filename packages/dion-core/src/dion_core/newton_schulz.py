@@ -22,12 +22,13 @@ Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural net
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -104,22 +105,32 @@ class Segment:
         return polynomial
 
 
+def _checked_restart(value: object, steps: int) -> int | Literal["auto"] | None:
+    """`restart_after` of `NewtonSchulz`, any integer as an int."""
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return "auto" if value else None
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool) and 1 <= operator.index(value) <= steps:
+        return operator.index(value)
+    raise ValueError(f"restart_after must be 'auto', None or 1 to {steps}, got {value!r}")
+
+
 @dataclass(frozen=True)
 class NewtonSchulz:
     """An `Orthogonalizer` that applies a composition of odd quintics to the singular values.
 
-    With ``restart_after="auto"`` square matrices take one-step segments, since the Gram recurrence saves nothing
-    there. Others take two segments: the recurrence amplifies the rounding errors of G, most of all in its null
-    space, and a fresh Gram matrix in between keeps that harmless. (Without one, a matrix of rank 1 comes out of
-    float16 with singular values of 9 to 45.) The first has two steps.
+    Square matrices take one-step segments, since the Gram recurrence saves nothing there. Others take two: the
+    recurrence amplifies the rounding errors of G, most of all in its null space, and a fresh Gram matrix in between
+    keeps that harmless. (Without one, a matrix of rank 1 comes out of float16 with singular values of 9 to 45.)
 
-    The kernels for GPUs work out two steps in the products of little more than one (module `step_pairs`). They take
-    the last two steps as a segment of their own, for square matrices the two before them as well.
+    The kernels for GPUs make four products of what takes five, for the last two steps of a segment (module
+    `step_pairs`). With ``restart_after="auto"`` they take segments of two steps, and of three or one what an odd number
+    of steps begins with: three if the matrix is not square.
 
     Attributes:
         coefficients: (a, b, c) of each step, first to last.
-        restart_after: "auto"; or how many steps the first of the two segments of a non-square matrix has; or
-            ``None`` for one-step segments (the classical iteration) at every shape.
+        restart_after: how many steps the first of the two segments of a non-square matrix has; "auto" for 2, and
+            for the segments that suit the kernels where they run; ``None`` for one-step segments (the classical
+            iteration) at every shape.
         compute_dtype: Of the products, after normalization. ``None`` chooses: float64 for float64 matrices,
             else float16 on CUDA and float32 elsewhere. bfloat16 has to be asked for, with
             ``restart_after=None``: it makes the Gram recurrence overshoot (singular values of 1.35 and more).
@@ -138,8 +149,9 @@ class NewtonSchulz:
         object.__setattr__(self, "coefficients", steps)
         if not steps:
             raise ValueError(f"coefficients must have at least one step (a, b, c), got {self.coefficients!r}")
-        if self.restart_after not in ("auto", None, *range(1, len(steps) + 1)):
-            raise ValueError(f"restart_after must be 'auto', None or 1 to {len(steps)}, got {self.restart_after!r}")
+        if not all(math.isfinite(number) for step in steps for number in step):
+            raise ValueError(f"coefficients must be finite, got {self.coefficients!r}")
+        object.__setattr__(self, "restart_after", _checked_restart(self.restart_after, len(steps)))
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise ValueError(f"compute_dtype must be one of {_COMPUTE_DTYPES}, got {self.compute_dtype!r}")
         if self.compute_dtype == torch.bfloat16 and self.restart_after is not None:
@@ -171,7 +183,7 @@ class NewtonSchulz:
             return tuple(segment.coefficients for segment in self.segments(rows, columns))
         rest, parts = self.coefficients, list[tuple[Coefficients, ...]]()
         while rest:
-            size = len(rest) if parts and rows != columns else 2
+            size = 3 if rows != columns and parts and len(rest) == 3 else 2
             rest, part = rest[:-size], rest[-size:]
             parts.insert(0, part)
         return tuple(parts)
@@ -247,7 +259,10 @@ class NewtonSchulz:
         kernels = _kernels_for(rows, num_rows, rows.shape[1], self.compute_dtype)
         if kernels is None:
             return 0
-        return kernel_workspace(batch, num_rows, rows.shape[1], self.kernel_segments(num_rows, rows.shape[1]))
+        shape = (batch, num_rows, rows.shape[1])
+        # Two copies, should no other buffer have room for one; and a result that is cast.
+        cast = math.prod(shape) * rows.itemsize if rows.itemsize > 2 else 0
+        return kernel_workspace(*shape, self.kernel_segments(*shape[1:]), copies=2) + cast
 
     def _orthogonalize(self, matrices: Tensor) -> Tensor:
         """Does the work of `__call__` for (m, n) or (B, m, n), none of them 0, with torch's own products."""
@@ -293,10 +308,12 @@ def orthogonalizer(name_or_object: str | Orthogonalizer) -> Orthogonalizer:
     raise ValueError(f"orthogonalizer must be {allowed} or a callable object, got {name_or_object!r}")
 
 
-def kernel_workspace(batch: int, rows: int, columns: int, segments: Sequence[Sequence[Coefficients]]) -> int:
-    """Bytes that the kernels allocate at most for (B, R, C) matrices, if one copy finds room where their rows were."""
+def kernel_workspace(
+    batch: int, rows: int, columns: int, segments: Sequence[Sequence[Coefficients]], *, copies: int
+) -> int:
+    """Bytes that the kernels allocate for (B, R, C) matrices, of which so many copies find no room in other buffers."""
     buffers = max(list_products(steps, last=True).buffers for steps in segments)
-    return 2 * batch * (rows * columns + buffers * min(rows, columns) ** 2) + 16 * batch * rows
+    return 2 * batch * (copies * rows * columns + buffers * min(rows, columns) ** 2) + 16 * batch * rows
 
 
 def _normalize(matrices: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ K have degree 3. The highest terms of P down to degree 7 fix S but for its const
 chosen so that everything stays as small as it can, and the constant of L, which makes K need no T. Each factor is
 symmetric like G and commutes with it.
 
-Rounding errors are those of steps one after the other, since no number is large: for the last two pairs of Polar
-Express none exceeds 4.4, and none of the factors has an entry of its spectrum above 5.
+Rounding errors of P are about those of steps one after the other, since no number is large: for steps 2 to 5 of Polar
+Express none exceeds 4.4, and no factor has a larger norm than 6.
 
 That fewer products than one for every two degrees are enough is long known: Paterson and Stockmeyer 1973, "On the
 number of nonscalar multiplications necessary to evaluate polynomials"; Sastre 2018, "Efficient evaluation of matrix
@@ -28,7 +28,6 @@ approximation", who evaluate degree 12 in this form.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -53,30 +52,17 @@ class StepPair:
     p: tuple[float, float, float]
 
 
-def paired(steps: Sequence[Coefficients]) -> tuple[Coefficients | StepPair, ...]:
-    """Returns the steps in order with as many as possible in pairs, from the last on: the first are the steepest."""
-    units: list[Coefficients | StepPair] = []
-    rest = list(steps)
-    while rest:
-        pair = step_pair(rest[-2], rest[-1]) if len(rest) > 1 else None
-        units.insert(0, rest[-1] if pair is None else pair)
-        del rest[-1 if pair is None else -2 :]
-    return tuple(units)
-
-
 @lru_cache(maxsize=256)
 def step_pair(first: Coefficients, second: Coefficients) -> StepPair | None:
     """Returns the numbers of two steps; None if there are none, or if one of them is large."""
     target = _composed(first, second)
-    if target[12] <= 0:
+    if not 0 < target[12] < math.inf:
         return None
     numbers = _solve(target)
     if numbers is None:
         return None
-    largest = max(
-        abs(number) for factor in (numbers.t, numbers.c, numbers.a, numbers.b, numbers.p) for number in factor
-    )
-    return numbers if largest <= _LARGEST else None
+    factors = (numbers.t, numbers.c, numbers.a, numbers.b, numbers.p)
+    return numbers if all(abs(number) <= _LARGEST for factor in factors for number in factor) else None
 
 
 def _composed(first: Coefficients, second: Coefficients) -> Polynomial:
@@ -108,7 +94,7 @@ def _solve(target: Polynomial) -> StepPair | None:
     c2 = s[5] / (2 * c3)
     c1 = (s[4] - c2 * c2) / (2 * c3)
     l3 = _B3 * c3 / 2
-    s[0] = (target[6] - 2 * (s[5] * s[1] + s[4] * s[2]) - s[3] ** 2 + l3 * l3) / (2 * s[6])
+    s[0] = (target[6] - 2 * (s[5] * s[1] + s[4] * s[2]) - s[3] * s[3] + l3 * l3) / (2 * s[6])
     d = [target[k] - sum(s[i] * s[k - i] for i in range(k + 1)) for k in range(6)]  # P - S^2
     l2 = -d[5] / (2 * l3)
     l1 = -(d[4] + l2 * l2) / (2 * l3)

@@ -27,18 +27,16 @@ class Choice:
         depth: of a slice, 32 or 64.
         stages: slices in flight.
         band: rows of tiles (of 128 * wide) that are gone through together.
-        pairs: whether two steps are worked out together, which is faster where products are long.
     """
 
     wide: int = 2
     depth: int = 64
     stages: int = 3
     band: int = 4
-    pairs: bool = True
 
 
 DEFAULT = Choice()
-SMALL = Choice(wide=1, stages=5, band=8, pairs=False)
+SMALL = Choice(wide=1, stages=5, band=8)
 """For few blocks, of which tiles of two would leave many multiprocessors without work."""
 
 

@@ -186,7 +186,7 @@ def _plan(
     steps: Sequence[Coefficients], last: bool, shape: tuple[int, int, int], choice: Choice, device: torch.device
 ) -> _Plan:
     batch, rows, columns = shape
-    listing = list_products(steps, last=last, pairs=choice.pairs)
+    listing = list_products(steps, last=last)
     table = torch.tensor(listing.table(), dtype=torch.int32, device=device)
     applied = sum(product.kind == Kind.APPLY for product in listing.products)
     symmetric = len(listing.products) - applied

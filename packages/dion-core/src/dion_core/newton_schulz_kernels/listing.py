@@ -1,7 +1,8 @@
 """The products of a segment of Newton-Schulz steps, as the list that one kernel works through.
 
-With q = r + a I and r = b G + c G^2, a step is Q <- Q q and G <- q G q, and a segment ends with X <- Q X. Two steps may
-be one pair, whose q is a polynomial in four products (module `step_pairs`). The list holds numbers of buffers instead
+With q = r + a I and r = b G + c G^2, a step is Q <- Q q and G <- q G q, and a segment ends with X <- Q X. The last two
+steps are one pair, whose q is a polynomial in four products (module `step_pairs`), if their coefficients allow it. The
+list holds numbers of buffers instead
 of tensors. Each buffer is m x m, of every matrix of the batch.
 
 Example: a segment of three steps, of which the last two are a pair (products 1 to 3 are step 1):
@@ -14,8 +15,8 @@ Example: a segment of three steps, of which the last two are a pair (products 1 
     symmetric   0, 2 -> 3          C
     symmetric   3, 3 -> 4, 2       A, and B, in the place of T
     symmetric   4, 2 -> 0          q of the pair, in the place of G
-    symmetric   0, 1 -> 2          Q = q (of the pair) r (of step 1) + a (of step 1) q (of the pair)
-    apply       2, X -> X'         Q X
+    symmetric   0, 1 -> 3          Q = q (of the pair) r (of step 1) + a (of step 1) q (of the pair)
+    apply       3, X -> X'         Q X
 
 How G is updated matters. Only half of a product is computed, which makes a rounding error symmetric that in a whole
 product has an antisymmetric part, and only the symmetric part is harmful. q G q with one and the same rounded q on
@@ -32,7 +33,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from dion_core.step_pairs import Coefficients, StepPair, paired
+from dion_core.step_pairs import Coefficients, StepPair, step_pair
 
 RESULT = -1
 """Target of `APPLY` in the last segment: in the dtype of the result."""
@@ -82,13 +83,6 @@ class Product:
     operations: tuple[Add | Store, ...]
     alpha: float = 1.0
 
-    @property
-    def target(self) -> int:
-        """Where the value is stored last."""
-        last = self.operations[-1]
-        assert isinstance(last, Store), "a product ends with a store"
-        return last.target
-
 
 @dataclass(frozen=True)
 class Listing:
@@ -129,40 +123,34 @@ def _bits(value: float) -> int:
     return bits
 
 
-def list_products(steps: Sequence[Coefficients], *, last: bool, pairs: bool = True) -> Listing:
+def list_products(steps: Sequence[Coefficients], *, last: bool) -> Listing:
     """Returns the products of one segment, which begin with its Gram matrix and end with Q X.
 
     Args:
         steps: (a, b, c) of each.
         last: whether Q X is the result.
-        pairs: whether two steps are worked out together, in fewer products of which more is stored and added.
     """
     pool = _Pool()
     gram = pool.take()
     products = [Product(Kind.GRAM, 0, 0, (Store(gram),))]
-    polynomial = _list_steps(products, pool, gram, paired(steps) if pairs else tuple(steps))
+    polynomial = _list_steps(products, pool, gram, steps)
     products.append(Product(Kind.APPLY, polynomial, 0, (Store(RESULT if last else NEXT),)))
     return Listing(tuple(products), pool.size)
 
 
-def _list_steps(products: list[Product], pool: _Pool, gram: int, units: Sequence[Coefficients | StepPair]) -> int:
-    """Appends the products of a segment's steps and pairs and returns the buffer that holds Q then."""
+def _list_steps(products: list[Product], pool: _Pool, gram: int, steps: Sequence[Coefficients]) -> int:
+    """Appends the products of a segment's steps and returns the buffer that holds Q then."""
+    # Only at the end: where G goes on, its null space would amplify a pair's rounding errors more than a step's.
+    pair = step_pair(*steps[-2:]) if len(steps) > 1 else None
     rests: list[tuple[int, float]] = []
-    *before, last = units
-    for unit in before:
-        rest, a = _list_rest(products, pool, gram, unit)
-        half = pool.take()
+    for a, b, c in steps[: -1 if pair is None else -2]:
+        rest, half = pool.take(), pool.take()
+        products.append(_symmetric(gram, gram, (Add(gram, b), Store(rest)), alpha=c))
         products.append(_symmetric(rest, gram, (Add(gram, a), Store(half))))
         products.append(_symmetric(half, rest, (Add(half, a), Store(gram))))
         pool.give(half)
         rests.append((rest, a))
-    if isinstance(last, StepPair):
-        polynomial = _list_pair(products, pool, gram, last, keep_gram=False)
-    else:
-        a, b, c = last
-        polynomial = pool.take()
-        products.append(_symmetric(gram, gram, (Add(gram, b), Store(polynomial, a)), alpha=c))
-        pool.give(gram)
+    polynomial = _list_last(products, pool, gram, steps[-1]) if pair is None else _list_pair(products, pool, gram, pair)
     for rest, a in reversed(rests):
         longer = pool.take()
         products.append(_symmetric(polynomial, rest, (Add(polynomial, a), Store(longer))))
@@ -172,29 +160,27 @@ def _list_steps(products: list[Product], pool: _Pool, gram: int, units: Sequence
     return polynomial
 
 
-def _list_rest(products: list[Product], pool: _Pool, gram: int, unit: Coefficients | StepPair) -> tuple[int, float]:
-    """Appends what makes q - a I of a step or a pair; returns its buffer and a."""
-    if isinstance(unit, StepPair):
-        return _list_pair(products, pool, gram, unit, keep_gram=True), 0.0
-    a, b, c = unit
-    rest = pool.take()
-    products.append(_symmetric(gram, gram, (Add(gram, b), Store(rest)), alpha=c))
-    return rest, a
+def _list_last(products: list[Product], pool: _Pool, gram: int, step: Coefficients) -> int:
+    """Appends the product that makes q of a step after which G is not needed, and returns its buffer."""
+    a, b, c = step
+    polynomial = pool.take()
+    products.append(_symmetric(gram, gram, (Add(gram, b), Store(polynomial, a)), alpha=c))
+    pool.give(gram)
+    return polynomial
 
 
-def _list_pair(products: list[Product], pool: _Pool, gram: int, pair: StepPair, *, keep_gram: bool) -> int:
-    """Appends the products of a pair and returns the buffer of its q: that of G, or another if G is to be kept."""
+def _list_pair(products: list[Product], pool: _Pool, gram: int, pair: StepPair) -> int:
+    """Appends the products that make q of a pair after which G is not needed, and returns its buffer, that of G."""
     (t1, t0), (c2, c1, c0), (a1, a0), (b3, b2, b1, b0), (p3, p1, p0) = pair.t, pair.c, pair.a, pair.b, pair.p
     t, c, a = pool.take(), pool.take(), pool.take()
-    result = c if keep_gram else gram
     products.append(_symmetric(gram, gram, (Add(gram, t1), Store(t, t0))))
     products.append(_symmetric(gram, t, (Add(t, c1), Store(c, c0)), alpha=c2))
     make_b = (Add(c, b3), Add(t, b2), Add(gram, b1), Store(t, b0))
     products.append(_symmetric(c, c, (Add(t, a1), Store(a, a0), *make_b)))
-    products.append(_symmetric(a, t, (Add(c, p3), Add(gram, p1), Store(result, p0))))
-    for buffer in (a, t) if keep_gram else (a, t, c):
+    products.append(_symmetric(a, t, (Add(c, p3), Add(gram, p1), Store(gram, p0))))
+    for buffer in (a, t, c):
         pool.give(buffer)
-    return result
+    return gram
 
 
 def _symmetric(left: int, right: int, operations: tuple[Add | Store, ...], *, alpha: float = 1.0) -> Product:

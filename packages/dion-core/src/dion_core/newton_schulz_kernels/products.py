@@ -15,8 +15,9 @@ because a collective holds its multiprocessor. Warps have fixed tasks and hand s
     transfer  loads what is added, stores results, announces them: one warp for each group
 
 Example: in the sequence of `schedule`, place 7 is tile 1 of product 1 of matrix 0. It starts when counter 0 has
-reached 6: three tiles of product 0, each announced by two warps. For alpha = 2, beta = 3, gamma = 1, entry (5, 5) of
-the tile becomes 2 * (row 5 of A . row 5 of B) + 3 * C[5, 5] + 1 in float32, and is then rounded.
+reached 6: three tiles of product 0, each announced by two warps. For alpha = 2, the addition of 3 C and a store with
+1 on the diagonal, entry (5, 5) of the tile becomes 2 * (row 5 of A . row 5 of B) + 3 * C[5, 5] + 1 in float32, and is
+then rounded.
 
 Results depend neither on which program works a tile out nor on when: each tile is summed up in one order.
 
@@ -160,7 +161,7 @@ def _consume_tile(
 ):  # fmt: skip
     """Works out H rows of a tile of BLOCKS blocks, adds to them and hands them over as the product's operations say.
 
-    `counts` are the slices, blocks and tiles with C so far; they are returned with this tile's added.
+    `counts` are the slices, blocks and additions so far; they are returned with this tile's added.
     """
     at, number, added = counts
     direct, mirror, c_full, c_empty, _out_full, _out_empty = box
@@ -230,7 +231,7 @@ def _consume(
                 w_add, out, ring, box, listing, counts, product, APPLY, i, j, steps,
                 HALF, WIDE, WIDE, TK, False, not TALL, STAGES,
             )  # fmt: skip
-        elif is_narrow(kind, i, j, WIDE, TALL):
+        elif WIDE == 2 and not TALL and is_narrow(kind, i, j, WIDE, TALL):
             at, number, added = _consume_tile(
                 w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
                 HALF, 1, WIDE, TK, False, False, STAGES,

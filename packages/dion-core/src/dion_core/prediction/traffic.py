@@ -232,7 +232,7 @@ def _workspace(plan: Plan, typical: Report) -> int:
     shapes = [(each.total_rows, each.shape[1]) for each in buckets]
     owned = [len(each.owned(each.group.rank)) for each in buckets]
     inside = [
-        kernel_workspace(batch, *shape, orthogonalizer.kernel_segments(*shape))
+        kernel_workspace(batch, *shape, orthogonalizer.kernel_segments(*shape), copies=0)
         for batch, shape in zip(owned, shapes, strict=True)
     ]
     return workspace_bytes(plan, typical["buckets"], inside)
