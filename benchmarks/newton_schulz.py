@@ -41,13 +41,10 @@ SHAPES = (
 TARGETS = (1.15, 16.0, 12.5, 1.6, 1.8, 0.30, 0.35)
 """Milliseconds, captured, one for each shape."""
 FEW = (
-    (1, 5120, 5120),
-    (1, 1280, 5120),
-    (2, 1280, 5120),
-    (1, 1536, 1664),
-    (3, 1536, 1664),
-    (2, 384, 1536),
-    (2, 384, 6656),
+    *((batch, 5120, 5120) for batch in (1, 2)),
+    *((batch, 1280, 5120) for batch in (1, 2, 4)),
+    *((batch, 1536, 1664) for batch in (1, 3, 6)),
+    *((batch, 384, n) for batch in (2, 6) for n in (1536, 6656)),
 )
 """Shapes of which a choice is stored too: with few matrices, as many ranks have them."""
 WIDE = Choice(wide=2, depth=64, stages=3, band=4)
