@@ -1,8 +1,8 @@
 """Two Newton-Schulz steps as one polynomial of the Gram matrix, in four products instead of five.
 
 Two steps ``X <- q1(G) X`` and ``X <- q2(G1) X`` with ``G = X X^T`` and ``G1 = G q1(G)^2`` make ``X <- P(G) X`` with
-``P = q2(G1) q1(G)`` of degree 12. Step by step, P takes the products G G, q1 G, (q1 G) q1, G1 G1 and q2 q1. These four
-(a b and c d are products of matrices, the small letters numbers) give the same polynomial:
+``P = q2(G1) q1(G)`` of degree 12. Step by step, P takes the products G G, q1 G, (q1 G) q1, G1 G1 and q2 q1. These four,
+G G, G T, C C and A B, give the same polynomial; small letters are numbers:
 
     T = G G + t1 G + t0 I
     C = c2 G T + c1 T + c0 I
@@ -19,7 +19,7 @@ symmetric like G and commutes with it.
 Rounding errors of P are about those of steps one after the other, since no number is large: for steps 2 to 5 of Polar
 Express none exceeds 4.4, and no factor has a larger norm than 6.
 
-That fewer products than one for every two degrees are enough is long known: Paterson and Stockmeyer 1973, "On the
+That a polynomial takes fewer products than its degree is long known: Paterson and Stockmeyer 1973, "On the
 number of nonscalar multiplications necessary to evaluate polynomials"; Sastre 2018, "Efficient evaluation of matrix
 polynomials"; Bader, Blanes, Casas 2019, "Computing the matrix exponential with an optimized Taylor polynomial
 approximation", who evaluate degree 12 in this form.
@@ -35,7 +35,7 @@ from typing import Final
 Coefficients = tuple[float, float, float]
 """(a, b, c) of one step ``p(s) = a s + b s^3 + c s^5``."""
 
-_B3: Final = 0.8  # from 0.4 to 1.3 the errors in emulated float16 are the same within a tenth
+_B3: Final = 0.8  # far below or above it other numbers become large
 _LARGEST: Final = 32.0  # above it rounding errors of the factors would show
 
 Polynomial = list[float]
