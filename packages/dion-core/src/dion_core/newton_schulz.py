@@ -165,7 +165,7 @@ class NewtonSchulz:
         named = {POLAR_EXPRESS: "POLAR_EXPRESS", QUINTIC: "QUINTIC"}
         coefficients = named.get(self.coefficients, self.coefficients)
         return (
-            f"NewtonSchulz(coefficients={coefficients}, restart_after={self.restart_after!r}, "
+            f"NewtonSchulz(coefficients={coefficients}, restart_after={self.restart_after}, "
             f"compute_dtype={self.compute_dtype})"
         )
 
