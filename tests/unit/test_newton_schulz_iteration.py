@@ -97,3 +97,12 @@ def test_buffers_of_rows_change_no_bit(
             continue  # of low rank, which float16 makes less of
         matrices = torch.nn.functional.pad(rows, (0, 0, 0, 1))[place]
         assert (result.float() - orthogonalize(matrices.float())).norm() < 0.02 * result.float().norm()
+
+
+def test_tables_stay_for_graphs_that_read_them() -> None:
+    segments, device = NewtonSchulz().kernel_segments(8, 16), torch.device("cpu")
+    tables = [plan.table for plan in iteration._plans(segments, (1, 8, 16), choices.DEFAULT, device)]
+    for more in range(300):
+        iteration._plans(segments, (2 + more, 8, 16), choices.DEFAULT, device)
+    again = iteration._plans(segments, (1, 8, 16), choices.DEFAULT, device)
+    assert all(plan.table is table for plan, table in zip(again, tables, strict=True))

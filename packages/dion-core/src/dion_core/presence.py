@@ -8,7 +8,7 @@ have a gradient for counts as zero on the others. Nothing is read on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -22,7 +22,13 @@ def _flags(here: tuple[bool, ...], device: torch.device) -> Tensor:
     return torch.tensor([*map(float, here), 0.0], device=device)
 
 
-@lru_cache(maxsize=16)
+@cache  # for good: captured steps, in which no gradient is missing, read it at its address
+def _complete(number: int, device: torch.device) -> Tensor:
+    """`_flags` of so many parameters that all have gradients."""
+    return torch.tensor([1.0] * number + [0.0], device=device)
+
+
+@cache
 def _always(device: torch.device) -> Tensor:
     """0-dim bool: true."""
     return torch.ones((), dtype=torch.bool, device=device)
@@ -54,7 +60,7 @@ class Presence:
         self._may_skip = skip_nonfinite or found_inf is not None
         self._device = device
         here = tuple(gradient is not None for gradient in gradients)
-        self._flags = _flags(here, device).clone()
+        self._flags = (_complete(len(here), device) if all(here) else _flags(here, device)).clone()
         if skip_nonfinite:
             bad = [~gradient.isfinite().all() for gradient in gradients if gradient is not None]
             if bad:

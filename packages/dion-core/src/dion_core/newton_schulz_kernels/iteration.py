@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -175,7 +175,7 @@ class _Plan:
     total: int
 
 
-@lru_cache(maxsize=256)
+@cache  # for good: graphs in which launches were captured read the listings at their addresses
 def _plans(segments: Segments, shape: tuple[int, int, int], choice: Choice, device: torch.device) -> tuple[_Plan, ...]:
     """For each launch what it works through; copies the listings to the device, so a first call cannot be captured."""
     last = len(segments) - 1

@@ -12,7 +12,7 @@ Legend: B matrices of R rows and C columns, S rows of a buffer.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -116,13 +116,13 @@ def normalize(matrices: Tensor, *, out: Tensor, cleared: Tensor | None = None) -
     return normalize_rows(matrices.contiguous().flatten(0, 1), place, out=out, cleared=cleared)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _no_counters(device: torch.device) -> Tensor:
     """(1,) int32, of which none is cleared."""
     return torch.empty(1, dtype=torch.int32, device=device)
 
 
-@lru_cache(maxsize=64)
+@cache  # for good: graphs in which launches were captured read it at its address
 def _in_order(batch: int, rows: int, device: torch.device) -> Tensor:
     """(B, R) int64: matrix after matrix, row after row."""
     return torch.arange(batch * rows, device=device).view(batch, rows)
