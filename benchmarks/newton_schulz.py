@@ -109,7 +109,7 @@ def segments_of(rows: int, columns: int) -> iteration.Segments:
 def with_choice(matrices: Tensor, segments: iteration.Segments, choice: Choice) -> Tensor:
     """The whole of `iteration.orthogonalize`, with a given choice."""
     x = torch.empty_like(matrices, dtype=torch.float16)
-    counters = iteration.make_counters(len(matrices), segments, device=matrices.device)
+    counters = iteration.make_counters(matrices.shape, segments, device=matrices.device)
     normalize(matrices, out=x, cleared=counters.view(-1))
     return iteration.iterate(x, counters, segments, dtype=matrices.dtype, choice=choice)
 

@@ -43,7 +43,7 @@ def distance(result: Tensor, expected: Tensor) -> float:
 def with_choice(matrices: Tensor, choice: object, spare: Tensor | None = None) -> Tensor:
     segments = NewtonSchulz().kernel_segments(*matrices.shape[1:])
     x = torch.full_like(matrices, float("nan"), dtype=torch.float16)
-    counters = iteration.make_counters(len(matrices), segments, device=matrices.device)
+    counters = iteration.make_counters(matrices.shape, segments, device=matrices.device)
     iteration.normalize(matrices, out=x, cleared=counters.view(-1))
     return iteration.iterate(x, counters, segments, dtype=matrices.dtype, choice=choice, spare=spare)
 
@@ -151,6 +151,18 @@ def test_a_matrix_does_not_depend_on_its_batch() -> None:
         assert whole[4].isnan().all()
         for number in range(4):
             assert torch.equal(whole[number], with_choice(matrices[number : number + 1], choice)[0])
+
+
+def test_many_matrices_are_worked_on_in_parts() -> None:
+    matrices = torch.randn(25, 1536, 1664, device="cuda").bfloat16()
+    whole, peaks = with_choice(matrices, WIDE), []
+    for part in (slice(0, 25), slice(0, 13), slice(13, 25)):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        assert torch.equal(with_choice(matrices[part], WIDE), whole[part])
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[0] - peaks[1] < 2.5 * 2 * matrices[13:].numel()  # two copies and a comparison, and no more buffers
 
 
 def test_other_coefficients_lists_and_strides() -> None:

@@ -99,6 +99,27 @@ def test_buffers_of_rows_change_no_bit(
         assert (result.float() - orthogonalize(matrices.float())).norm() < 0.02 * result.float().norm()
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("with_spare", [False, True])
+def test_parts_of_many_matrices_change_no_bit(
+    shape: tuple[int, int, int], with_spare: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, height, width = shape
+    segments = NewtonSchulz().kernel_segments(height, width)
+    rows = torch.randn(5 * height, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    place = torch.arange(5 * height).view(5, height)
+
+    def orthogonalized() -> Tensor:
+        spare = torch.full_like(rows, float("nan")) if with_spare else None
+        result: Tensor = iteration.orthogonalize_rows(rows.clone(), place, segments, spare).clone()
+        return result
+
+    expected = orthogonalized()
+    monkeypatch.setattr(listing, "ENOUGH_BLOCKS", 2)
+    assert listing.at_a_time(5, min(height, width)) == 3
+    assert torch.equal(orthogonalized(), expected)
+
+
 def test_tables_stay_for_graphs_that_read_them() -> None:
     segments, device = NewtonSchulz().kernel_segments(8, 16), torch.device("cpu")
     tables = [plan.table for plan in iteration._plans(segments, (1, 8, 16), choices.DEFAULT, device)]

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from dion_core.newton_schulz import POLAR_EXPRESS, QUINTIC, NewtonSchulz
-from dion_core.newton_schulz_kernels.listing import FIELDS, NEXT, RESULT, Add, Kind, Product, Store, list_products
+from dion_core.newton_schulz_kernels.listing import (
+    FIELDS,
+    NEXT,
+    RESULT,
+    Add,
+    Kind,
+    Product,
+    Store,
+    at_a_time,
+    list_products,
+)
 from dion_core.step_pairs import Coefficients
 
 
@@ -86,6 +96,24 @@ def test_how_many_products_and_buffers_there_are() -> None:
     assert counts(NewtonSchulz(restart_after=None), (8, 9)) == [(3, 2)] * 5
     cubic = NewtonSchulz([(1.5, -0.5, 0.0)] * 5)  # no pairs of such
     assert counts(cubic, (8, 9)) == [(11, 4), (7, 3)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "m", "together"),
+    [
+        (24, 1536, 12),
+        (20, 1536, 20),
+        (25, 1536, 13),
+        (1, 8192, 1),
+        (5, 8192, 1),
+        (4, 5120, 2),
+        (5, 5120, 3),
+        (96, 384, 96),
+    ],
+)
+def test_how_many_matrices_are_worked_on_together(batch: int, m: int, together: int) -> None:
+    """A product of 12 matrices of order 1536 has 12 * 78 blocks, one of 2 of order 5120 2 * 820; 900 are enough."""
+    assert at_a_time(batch, m) == together
 
 
 def test_the_table_carries_the_bits_of_the_numbers() -> None:

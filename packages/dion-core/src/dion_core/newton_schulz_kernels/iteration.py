@@ -18,12 +18,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dion_core.launching import Descriptors, cdiv, compiles_only, launch
 from dion_core.newton_schulz_kernels.choices import Choice, choose
-from dion_core.newton_schulz_kernels.listing import Kind, list_products
+from dion_core.newton_schulz_kernels.listing import BLOCK, Kind, at_a_time, list_products
 from dion_core.newton_schulz_kernels.normalize import normalize, normalize_rows
 from dion_core.newton_schulz_kernels.products import products_kernel
 from dion_core.step_pairs import Coefficients
 
-_BLOCK = 128
 _ALIGNED = 4
 """Counters in 16 bytes: the kernel is compiled once where all of a launch's counters start at a multiple of them."""
 _TMA_BYTES = 16
@@ -51,7 +50,7 @@ def orthogonalize(matrices: Tensor, segments: Segments) -> Tensor:
         segments: (a, b, c) of each step, by segment.
     """
     x = torch.empty(matrices.shape, dtype=torch.float16, device=matrices.device)
-    counters = make_counters(len(matrices), segments, device=matrices.device)
+    counters = make_counters(matrices.shape, segments, device=matrices.device)
     normalize(matrices, out=x, cleared=counters.view(-1))
     choice = choice_for(matrices.device, *matrices.shape)
     return iterate(x, counters, segments, dtype=matrices.dtype, choice=choice)
@@ -71,7 +70,7 @@ def orthogonalize_rows(rows: Tensor, place: Tensor, segments: Segments, spare: T
     """
     shape = (*place.shape, rows.shape[1])
     x = _copy_of_x(shape, rows.device, spare)
-    counters = make_counters(len(place), segments, device=rows.device)
+    counters = make_counters(shape, segments, device=rows.device)
     normalize_rows(rows, place, out=x, cleared=counters.view(-1))
     choice = choice_for(rows.device, *shape)
     return iterate(x, counters, segments, dtype=rows.dtype, choice=choice, spare=rows)
@@ -103,7 +102,7 @@ def preparations(
             _run(plan, x, x, out, nothing(plan.buffers, 1, m, m), counters, choice)
 
     def compile_norms() -> None:
-        counters = make_counters(batch, segments, device=device).view(-1)
+        counters = make_counters((batch, rows, columns), segments, device=device).view(-1)
         place = nothing(1, rows, dtype=torch.int64)
         with compiles_only():
             normalize_rows(nothing(1, columns, dtype=dtype), place, out=nothing(*one), cleared=counters)
@@ -111,9 +110,12 @@ def preparations(
     return [compile_products, compile_norms]
 
 
-def make_counters(batch: int, segments: Segments, *, device: torch.device) -> Tensor:
-    """(launches, at least B + 1) int32, uninitialized, for `iterate`, which needs them cleared."""
-    return torch.empty((len(segments), cdiv(batch + 1, _ALIGNED) * _ALIGNED), dtype=torch.int32, device=device)
+def make_counters(shape: Sequence[int], segments: Segments, *, device: torch.device) -> Tensor:
+    """(launches, matrices of one and 1 or more) int32, uninitialized, for `iterate`, which needs them cleared."""
+    batch, rows, columns = shape
+    together = at_a_time(batch, min(rows, columns))
+    size = len(segments) * cdiv(batch, together), cdiv(together + 1, _ALIGNED) * _ALIGNED
+    return torch.empty(size, dtype=torch.int32, device=device)
 
 
 def iterate(
@@ -129,19 +131,26 @@ def iterate(
         choice: from `choice_for`.
         spare: contiguous, on the same device, what may be overwritten but does not become the result.
     """
-    (batch, rows, columns), device = x.shape, x.device
-    m = min(rows, columns)
-    plans = _plans(segments, (batch, rows, columns), choice, device)
-    work = torch.empty((max(plan.buffers for plan in plans), batch, m, m), dtype=torch.float16, device=device)
-    copies = (x, _copy_of_x(x.shape, device, spare) if len(plans) > 1 else x)
+    (batch, rows, columns), device, last = x.shape, x.device, len(segments) - 1
+    m, together = min(rows, columns), at_a_time(batch, min(rows, columns))
+    plans = _plans(segments, (together, rows, columns), choice, device)
+    buffers = max(plan.buffers for plan in plans)
+    work = torch.empty((buffers, together, m, m), dtype=torch.float16, device=device)
+    copies = (x, _copy_of_x(x.shape, device, spare) if last else x)
     # What the last product does not read: the other copy, if it may become the result, or a buffer of that size.
-    if len(plans) % 2 == 0 or (len(plans) > 1 and spare is None):
-        out = copies[len(plans) % 2]
+    if last % 2 or (last and spare is None):
+        out = copies[(last + 1) % 2]
     else:
-        out = work[plans[-1].unread] if rows == columns and spare is not None else torch.empty_like(x)
+        out = work[plans[-1].unread] if x.shape == work.shape[1:] and spare is not None else torch.empty_like(x)
     out = out.view(_narrow(dtype))
-    for number, plan in enumerate(plans):
-        _run(plan, copies[number % 2], copies[1 - number % 2], out, work, counters[number], choice)
+    for number, start in enumerate(range(0, batch, together)):
+        part = slice(start, start + together)
+        if batch - start < together:  # the last ones
+            plans = _plans(segments, (batch - start, rows, columns), choice, device)
+            work = work.flatten()[: buffers * (batch - start) * m * m].view(buffers, batch - start, m, m)
+        for segment, plan in enumerate(plans):
+            given, following = copies[segment % 2][part], copies[1 - segment % 2][part]
+            _run(plan, given, following, out[part], work, counters[number * len(plans) + segment], choice)
     return out.to(dtype)
 
 
@@ -247,7 +256,7 @@ def _describe(
     x, following, work = (_Address(addresses[at], torch.float16) for at in (0, 1, 3))
     out = _Address(addresses[2], dtype)
     m, tall = min(rows, columns), rows > columns
-    depth, wide, half = choice.depth, choice.wide * _BLOCK, _BLOCK // 2
+    depth, wide, half = choice.depth, choice.wide * BLOCK, BLOCK // 2
     flat = ([batch * rows, columns], [columns, 1])
     stack = ([batch, rows, columns], [rows * columns, columns, 1])
     w_flat = ([buffers * batch * m, m], [m, 1])
@@ -258,16 +267,16 @@ def _describe(
 
     return Descriptors(
         (
-            describe(x, stack if tall else flat, [1, depth, _BLOCK] if tall else [_BLOCK, depth]),
+            describe(x, stack if tall else flat, [1, depth, BLOCK] if tall else [BLOCK, depth]),
             describe(x, stack if tall else flat, [1, depth, wide] if tall else [wide, depth]),
-            describe(x, flat if tall else stack, [_BLOCK, depth] if tall else [1, depth, wide]),
-            describe(following, stack, [1, half, _BLOCK]),
-            describe(out, stack, [1, half, _BLOCK]),
-            describe(work, w_flat, [_BLOCK, depth]),
+            describe(x, flat if tall else stack, [BLOCK, depth] if tall else [1, depth, wide]),
+            describe(following, stack, [1, half, BLOCK]),
+            describe(out, stack, [1, half, BLOCK]),
+            describe(work, w_flat, [BLOCK, depth]),
             describe(work, w_flat, [wide, depth]),
-            describe(work, w_flat, [half, _BLOCK]),
-            describe(work, w_stack, [1, half, _BLOCK]),
-            describe(work, w_stack, [1, _BLOCK, half]),
+            describe(work, w_flat, [half, BLOCK]),
+            describe(work, w_stack, [1, half, BLOCK]),
+            describe(work, w_stack, [1, BLOCK, half]),
             describe(work, w_stack, [1, half, half]),
         ),
         form=out.dtype,
@@ -291,11 +300,11 @@ def _properties(index: int) -> _Properties:
 
 def _triangle(m: int, wide: int) -> int:
     """Tiles of a symmetric product of one matrix."""
-    count = cdiv(m, _BLOCK)
+    count = cdiv(m, BLOCK)
     squares = count // wide
     return wide * squares * (squares + 1) // 2 + count % wide * (squares + 1)
 
 
 def _rectangle(rows: int, columns: int, wide: int) -> int:
     """Tiles of Q X or X Q of one matrix."""
-    return cdiv(rows, _BLOCK) * cdiv(columns, _BLOCK * wide)
+    return cdiv(rows, BLOCK) * cdiv(columns, BLOCK * wide)

@@ -39,6 +39,10 @@ RESULT = -1
 """Target of `APPLY` in the last segment: in the dtype of the result."""
 NEXT = 0
 """Target of `APPLY` in the others: another copy of X."""
+BLOCK = 128
+"""Side of the blocks that the kernel works out."""
+ENOUGH_BLOCKS = 900
+"""Of a symmetric product: so many keep a GPU busy, though they wait for those of the product before."""
 FIELDS = 8
 """Numbers of a product in the table; an operation takes half as many."""
 
@@ -115,6 +119,17 @@ class Listing:
             last = start + len(operations)
             rows += [int(product.kind), product.left, product.right, _bits(product.alpha), first, last, 0, 0]
         return rows + operations
+
+
+def at_a_time(batch: int, m: int) -> int:
+    """How many of `batch` matrices are worked on together: all, or enough of order m to keep a GPU busy.
+
+    Example: 24 of order 1536 by twelves, since 12 have 12 * 78 blocks in a product; of 20 all at once.
+    """
+    across = -(-m // BLOCK)
+    enough = -(-ENOUGH_BLOCKS // (across * (across + 1) // 2))
+    parts = max(1, batch // enough)
+    return -(-batch // parts)
 
 
 def _bits(value: float) -> int:
