@@ -8,6 +8,7 @@ Prints the tables, and with --write puts them into the page.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,43 +75,51 @@ def _stages(row: dict[str, Any]) -> str:
     return f"| {_name(row)} | " + " | ".join(cells) + f" | {exposed} |"
 
 
-def wire_table(results: list[dict[str, Any]]) -> str:
-    """A Markdown table for every file of results of the wire."""
+def _table(
+    results: list[dict[str, Any]],
+    said: Callable[[dict[str, Any]], str],
+    columns: Sequence[str],
+    cells: Callable[[dict[str, Any]], Sequence[str]],
+) -> str:
+    """A Markdown table for every file of results, below what is said of it."""
     lines = []
     for result in results:
-        lines += [
-            f"{result['world']} x {result['machine']}, torch {result['torch']}, {result['date'][:10]}:",
-            "",
-            "| MiB a peer | all_to_all_single GB/s | list GB/s | registered GB/s | exposed beside products |",
-            "|---|---|---|---|---|",
-            *(
-                f"| {row['MiB']} | {row['single']:.0f} | {row['list']:.0f} | {row['registered']:.0f} "
-                f"| {row['exposed']:.0%} |"
-                for row in result["rows"]
-            ),
-            "",
-        ]
+        lines += [said(result), "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        lines += [f"| {' | '.join(cells(row))} |" for row in result["rows"]] + [""]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def wire_table(results: list[dict[str, Any]]) -> str:
+    """A Markdown table for every file of results of the wire."""
+    return _table(
+        results,
+        lambda result: f"{result['world']} x {result['machine']}, torch {result['torch']}, {result['date'][:10]}:",
+        ("MiB a peer", "all_to_all_single GB/s", "list GB/s", "registered GB/s", "exposed beside products"),
+        lambda row: (
+            f"{row['MiB']}",
+            *(f"{row[name]:.0f}" for name in ("single", "list", "registered")),
+            f"{row['exposed']:.0%}",
+        ),
+    )
 
 
 def newton_schulz_table(results: list[dict[str, Any]]) -> str:
     """A Markdown table for every file of results of Newton-Schulz."""
-    lines = []
-    for result in results:
-        lines += [
+    return _table(
+        results,
+        lambda result: (
             f"{result['machine']}, torch {result['torch']}, {result['date'][:10]}; fp16 product of cuBLAS in the same "
-            f"run: {result['product']:.0f} TFLOP/s.",
-            "",
-            "| batch x m x n | captured ms | eager ms | TFLOP/s | captured with torch's products, ms |",
-            "|---|---|---|---|---|",
-            *(
-                f"| {' x '.join(map(str, row['shape']))} | {row['captured_ms']:.3f} | {row['eager_ms']:.3f} "
-                f"| {row['flops'] / 1e12:.0f} | {row['torch_ms']:.3f} |"
-                for row in result["rows"]
-            ),
-            "",
-        ]
-    return "\n".join(lines).rstrip("\n") + "\n"
+            f"run: {result['product']:.0f} TFLOP/s."
+        ),
+        ("batch x m x n", "captured ms", "eager ms", "TFLOP/s", "captured with torch's products, ms"),
+        lambda row: (
+            " x ".join(map(str, row["shape"])),
+            f"{row['captured_ms']:.3f}",
+            f"{row['eager_ms']:.3f}",
+            f"{row['flops'] / 1e12:.0f}",
+            f"{row['torch_ms']:.3f}",
+        ),
+    )
 
 
 ASV_COLUMNS = (
