@@ -76,7 +76,7 @@ def test_replay_equals_eager_and_follows_the_rates(kind: type[Any], dtype: torch
         pair.step(number)
         pair.assert_equal()
     assert not any(torch.equal(one, each) for one, each in zip(before, pair.captured, strict=True))
-    assert pair.optimizers[1]._graph._graph is not None  # a graph was there
+    assert pair.optimizers[1]._runner._graph._graph is not None  # a graph was there
     rows = [optimizer.report()["rows"] for optimizer in pair.optimizers]
     assert rows[0] == rows[1]
     pair.optimizers[1].release()

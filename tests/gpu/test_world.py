@@ -100,7 +100,7 @@ def captured_and_eager(transport: Any, steps: int) -> tuple[float, bool]:
                 parameters[number].grad = place(value, Shard(0), mesh)
         for optimizer in optimizers:
             optimizer.step()
-    graph = optimizers[1]._graph
+    graph = optimizers[1]._runner._graph
     assert graph is not None
     assert graph._graph is not None, "nothing was captured"
     optimizers[1].release()

@@ -82,7 +82,7 @@ def test_heads_of_one_shape_are_one_bucket_wherever_they_lie() -> None:
         assert (bucket.bucket.max_rows, bucket.bucket.total_rows, bucket.ragged) == (6, 6, True)
         assert [part.name for part in bucket.parts] == [f"query (head {number})" for number in range(3)]
         assert [member.name for member in bucket.members] == ["query"]
-        assert bucket.numbers.tolist() == [0, 0, 0]
+        assert [part.member.number for part in bucket.parts] == [0, 0, 0]
         tensor = torch.arange(36.0).view(9, 4)
         matrices = bucket.matrices([tensor])
         assert [len(matrix) for matrix in matrices] == here

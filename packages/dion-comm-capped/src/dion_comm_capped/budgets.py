@@ -101,7 +101,8 @@ class LearnedBudgets:
             needed: (pairs,) int64 on the CPU, bucket after bucket.
             clear: false if they are those of a step without gradient, and budgets had better not start by them.
         """
-        total = int(needed.sum())
+        counts = needed.tolist()  # a few hundred numbers, of which Python takes sums sooner than torch
+        total = sum(counts)
         if not total:  # a step that was skipped tells nothing
             return False
         if not self.started and not clear and self._unclear < PATIENCE:
@@ -113,7 +114,8 @@ class LearnedBudgets:
             return True
         self._age += 1
         self._unsettled = max(self._unsettled - 1, 0)
-        jump = _refused(needed, self._budgets) > JUMP * total + SCATTER * math.sqrt(total)
+        refused = sum(count - budget for count, budget in zip(counts, self.budgets, strict=True) if count > budget)
+        jump = refused > JUMP * total + SCATTER * math.sqrt(total)
         if not jump and self._age < self._due:
             return False
         before, self._budgets = self._budgets, self._suitable()

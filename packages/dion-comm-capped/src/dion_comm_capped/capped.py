@@ -293,6 +293,7 @@ class Capped(Transport):
     default_scope: ClassVar[Scope] = "global"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
     may_defer: ClassVar[bool] = True
+    replayable: ClassVar[bool] = True
     outer_axes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

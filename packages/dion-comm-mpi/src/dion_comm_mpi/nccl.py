@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dion_comm_mpi._imports import MPI
 from dion_comm_mpi.mpi import _HALF, TIMEOUT, MpiGroup, mpi_group
-from dion_core.collectives import Handle, Reduction, adjacent, num_bytes, report_call, watch_work
+from dion_core.collectives import Handle, Reduction, adjacent, message, num_bytes, report_call, watch_work
 
 _TYPES = {
     torch.uint8: 1,
@@ -67,6 +67,8 @@ class NcclGroup:
     label: str = field(default="", compare=False)
     made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
+    replayable: ClassVar[bool] = True
+
     @property
     def communicator(self) -> Any:
         """Of these ranks, on the current device. Collective where it is used first."""
@@ -96,6 +98,7 @@ class NcclGroup:
         """The group of some of the ranks (global numbers, in this order); raises as that of `MpiGroup`."""
         return replace(self, host=self.host.subgroup(ranks))
 
+    @message
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
         whole = adjacent(outputs)
 
@@ -108,6 +111,7 @@ class NcclGroup:
 
         return self._launch("all_gather", [num_bytes(tensor)] * self.size, start, tensor)
 
+    @message
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
         wide = tensor.float() if tensor.dtype in _HALF else tensor
 
@@ -119,6 +123,7 @@ class NcclGroup:
 
         return self._launch("all_reduce", [num_bytes(tensor)] * self.size, start, tensor)
 
+    @message
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
         wide = tensor.float() if tensor.dtype in _HALF else tensor
 
@@ -131,6 +136,7 @@ class NcclGroup:
 
         return self._launch("reduce_scatter", [num_bytes(output)] * self.size, start, output)
 
+    @message
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         def start(stream: int) -> None:
             place = tensor.data_ptr()
@@ -138,6 +144,7 @@ class NcclGroup:
 
         return self._launch("broadcast", [num_bytes(tensor) * (source == self.rank)] * self.size, start, tensor)
 
+    @message
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:

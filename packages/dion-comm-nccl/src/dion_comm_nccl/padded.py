@@ -24,6 +24,7 @@ class FullShard(Transport):
     default_scope: ClassVar[Scope] = "global"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
     outer_axes: ClassVar[bool] = True
+    replayable: ClassVar[bool] = True
 
     def rehearsal(self, bucket: Bucket) -> Exchange:
         return _whole_shards(bucket)
@@ -52,6 +53,7 @@ class LocalTopRows(Transport):
     default_scope: ClassVar[Scope] = "local"
     axes: ClassVar[frozenset[Axis]] = frozenset({Axis.ROWS, Axis.COLUMNS})
     outer_axes: ClassVar[bool] = True
+    replayable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.slack is not None and not self.slack >= 1:

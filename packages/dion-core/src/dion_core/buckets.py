@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from dion_core.layout import Axis, Layout, RowTables, in_pieces, joined
 from dion_core.newton_schulz import Orthogonalizer, orthogonalizer
 from dion_core.ownership import Loads, assign_owners, cut, newton_schulz_cost
 from dion_core.placements import has_address, local_tensor
-from dion_core.presence import Presence
 from dion_core.registry import Choice, check_axes
 from dion_core.rules import Rule, selector, update_scale
 from dion_core.selection import Selector
 from dion_core.transport import Bucket, Exchange
 from dion_core.views import Views
+
+_GRADIENT, _SPEC, _LOCAL = attrgetter("grad"), attrgetter("_spec"), attrgetter("_local_tensor")
 
 
 def stable_repr(value: object) -> str:
@@ -85,6 +87,26 @@ class Member:
         return local
 
 
+class MemberGradients:
+    """The gradients of all members, which are looked at one by one only where they are not of the kinds they were."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members, self._parameters = members, [member.parameter for member in members]
+        self._specs: list[Any] = []
+
+    def of_step(self) -> list[Tensor | None]:
+        """This rank's part of each, or None; raises as `Member.gradient`."""
+        given = list(map(_GRADIENT, self._parameters))
+        if set(map(type, given)) != {DTensor}:
+            return [member.gradient() for member in self._members]
+        specs, known, parts = list(map(_SPEC, given)), self._specs, list(map(_LOCAL, given))
+        if len(known) == len(specs) and all(map(is_, specs, known)) and set(map(type, parts)) == {Tensor}:
+            return parts
+        parts = [member.gradient() for member in self._members]
+        self._specs = specs
+        return parts
+
+
 @dataclass(frozen=True)
 class Part:
     """One matrix of a parameter: the one of this number among its views."""
@@ -132,11 +154,6 @@ class MatrixBucket:
         return RowTables(self.bucket.layout, self.bucket.device)
 
     @cached_property
-    def numbers(self) -> Tensor:
-        """(N,) int64: of each matrix the number of its parameter among all parameters."""
-        return torch.tensor([part.member.number for part in self.parts], device=self.bucket.device)
-
-    @cached_property
     def members(self) -> Sequence[Member]:
         """The parameters that the matrices are parts of, each once."""
         return list({part.member.number: part.member for part in self.parts}.values())
@@ -160,7 +177,13 @@ class MatrixBucket:
         """Those of the N matrices, from the gradients of all parameters by number; none where there is no state."""
         if not self.has_state:
             return []
-        return self.matrices([gradients[member.number] for member in self.members], writable=False)
+        return self.matrices(self._of_members(gradients), writable=False)
+
+    @cached_property
+    def _of_members(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """What picks that of the members out of a sequence of all."""
+        numbers = [member.number for member in self.members]
+        return itemgetter(*numbers) if len(numbers) > 1 else lambda of_all: [of_all[numbers[0]]]
 
     @cached_property
     def _plain(self) -> bool:
@@ -193,10 +216,6 @@ class MatrixBucket:
     def addressable(self) -> bool:
         """Whether all tensors have memory of their own, which a tensor that wraps others has not."""
         return all(has_address(member.parameter) for member in self.members)
-
-    def active(self, presence: Presence) -> Tensor:
-        """(N,) bool: which matrices are updated in this step."""
-        return presence.active.to(self.bucket.device)[self.numbers]
 
     @property
     def options(self) -> Mapping[str, Any]:

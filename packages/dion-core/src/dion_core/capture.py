@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import repeat
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,34 +91,64 @@ def check_capturable(plan: Plan, group: Group, *, nonfinite: str) -> None:
         group: the ranks that step together.
         nonfinite: the option.
     """
+    obstacle = next(_obstacles(plan, group, nonfinite), None)
+    if obstacle is not None:
+        raise ValueError(f"a step cannot be captured{obstacle}")
+
+
+def is_replayable(plan: Plan, group: Group, *, nonfinite: str) -> bool:
+    """Whether steps may be replayed where they turn out to be alike; as in `check_capturable`.
+
+    What is not of this project has to say so, since it may do more than what is seen of it: see `Transport.replayable`.
+    """
+    devices = {local_part(member.parameter).device for member in plan.members}
+    parts: list[Any] = [group, *plan.exchange_groups, *(values.group for values in plan.shared)]
+    parts += [bucket.orthogonalizer for bucket in plan.buckets]
+    parts += [plan.choice.transport] if plan.choice is not None else []
+    all_say_so = all(getattr(part, "replayable", False) for part in parts)
+    return len(devices) == 1 and all_say_so and not any(_obstacles(plan, group, nonfinite))
+
+
+def _obstacles(plan: Plan, group: Group, nonfinite: str) -> Iterator[str]:
     if getattr(group, "waits_on_host", False):
-        raise ValueError("a step cannot be captured: its ranks communicate by MPI, for which the host waits")
+        yield ": its ranks communicate by MPI, for which the host waits"
     for member in plan.members:
         if not local_part(member.parameter).is_cuda:
-            raise ValueError(f"a step cannot be captured: {member.name} is on {local_part(member.parameter).device}")
+            yield f": {member.name} is on {local_part(member.parameter).device}"
     if plan.session is not None and plan.session.host_reads and plan.choice is not None:
-        raise ValueError(
-            f"a step cannot be captured: {plan.choice.transport} reads on the host {plan.session.host_reads} times a "
+        yield (
+            f": {plan.choice.transport} reads on the host {plan.session.host_reads} times a "
             "step; transports without a host read are allowed, such as capped, local and full"
         )
     for bucket in plan.buckets:
         if bucket.bucket.layout.column_groups:
-            raise ValueError(f"a step cannot be captured: {bucket.bucket.name} is split by columns, not by rows")
+            yield f": {bucket.bucket.name} is split by columns, not by rows"
         if not bucket.addressable:
-            raise ValueError(f"a step cannot be captured: a tensor of {bucket.bucket.name} wraps others")
+            yield f": a tensor of {bucket.bucket.name} wraps others"
         if bucket.ragged:
-            raise ValueError(
-                f"a step cannot be captured: of {bucket.bucket.name} some rank holds more rows of one matrix than of "
+            yield (
+                f": of {bucket.bucket.name} some rank holds more rows of one matrix than of "
                 "another (heads or blocks that a shard cuts); it would not follow new gradients"
             )
     if nonfinite == "skip":
-        raise ValueError('a step cannot be captured with nonfinite="skip"; nonfinite="rows" is allowed')
+        yield ' with nonfinite="skip"; nonfinite="rows" is allowed'
 
 
-def form(plan: Plan, operands: Sequence[Operands], state: States) -> Hashable:
-    """All that the device work of a step depends on beside what it reads from the device."""
+def form(plan: Plan, operands: Sequence[Operands]) -> Hashable:
+    """All that the device work of matrices depends on beside what it reads from the device."""
     live = ("params", *SCALARS)
-    options = [tuple((name, stable_repr(v)) for name, v in group.items() if name not in live) for group in plan.groups]
+    options = [tuple((name, _frozen(v)) for name, v in group.items() if name not in live) for group in plan.groups]
+    sizes = plan.session.sizes if plan.session is not None else 0
+    return (sizes, *options, *(each.form for each in operands))
+
+
+def _frozen(value: object) -> Hashable:
+    """Equal for equal options, also where one is changed in place."""
+    return value if value is None or isinstance(value, str | int | float) else stable_repr(value)
+
+
+def form_of_others(plan: Plan, state: States) -> Hashable:
+    """The same for the parameters that are no matrices."""
     tensors = [
         tensor
         for members in plan.elementwise
@@ -123,6 +156,12 @@ def form(plan: Plan, operands: Sequence[Operands], state: States) -> Hashable:
         for tensor in (member.parameter, *state[member.parameter].values())
     ]
     decays = [members[0].group["weight_decay"] for members in plan.elementwise]
-    places = [local_part(tensor).data_ptr() for tensor in tensors]
-    sizes = plan.session.sizes if plan.session is not None else 0
-    return (sizes, *options, *decays, *places, *(each.form for each in operands))
+    return (*decays, *(local_part(tensor).data_ptr() for tensor in tensors))
+
+
+def replay_form(
+    plan: Plan, operands: Sequence[Operands], gradients: Sequence[Tensor | None], state: States
+) -> Hashable:
+    """All that the work of a step depends on when it is replayed: gradients may be missing, others are stepped anew."""
+    others = form_of_others(plan, state) if plan.shared else ()
+    return (form(plan, operands), others, tuple(map(is_, gradients, repeat(None))))

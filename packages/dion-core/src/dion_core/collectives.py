@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self
+from typing import ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from dion_core.recording import Handle as Handle
+from dion_core.recording import message as message
 from dion_core.watchdog import WATCHDOG, Watched
 
 Reduction = Literal["sum", "max"]
@@ -24,15 +26,12 @@ class TransportError(RuntimeError):
     """A transport that is missing or does not fit, ranks that disagree, or a collective that failed."""
 
 
-class Handle(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> None:
-        """Makes the results usable on the current stream (NCCL) or on the host (gloo)."""
-
-
 class Group(Protocol):
-    """Ranks that communicate. Every call is collective and returns at once with a handle to wait on."""
+    """Ranks that communicate. Every call is collective and returns at once with a handle to wait on.
+
+    A group whose collectives are marked by `message` says so by an attribute ``replayable = True``: steps may then be
+    replayed on GPUs (module `replay`), in which the same collectives are called with the same tensors.
+    """
 
     @property
     def rank(self) -> int:
@@ -169,6 +168,8 @@ class SoloGroup:
     rank: int = 0
     size: int = 1
     ranks: tuple[int, ...] = (0,)
+
+    replayable: ClassVar[bool] = True
 
     def named(self, label: str) -> SoloGroup:
         return self

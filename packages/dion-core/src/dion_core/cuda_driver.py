@@ -29,6 +29,24 @@ _CONFIG_SIZE = struct.calcsize(_CONFIG)
 _PROMOTE_128 = 2  # of what a copy touches in the L2 cache, 128 bytes are fetched
 
 
+class LaunchRoom:
+    """Memory where the driver finds what one launch is given.
+
+    Attributes:
+        call: what the driver is called with.
+    """
+
+    def __init__(self, function: int, pack: struct.Struct, places: Sequence[int]) -> None:
+        self._pack, self._room = pack.pack_into, ctypes.create_string_buffer(pack.size)
+        start = ctypes.addressof(self._room)
+        parameters = (ctypes.c_void_p * len(places))(*[start + place for place in places])
+        self.call = (start, function, parameters, None)
+
+    def fill(self, *values: Any) -> None:
+        """Writes grid, block, shared memory and stream, and then the parameters."""
+        self._pack(self._room, 0, *values)
+
+
 class DriverKernel:
     """A kernel with room for its parameters; launches of several threads follow each other."""
 
@@ -38,12 +56,10 @@ class DriverKernel:
             layout += f"{offset - size}x{field}"
             size = offset + struct.calcsize("<" + field)
         # Last come two addresses of memory that these kernels do not use.
-        self._pack = struct.Struct(layout + "16x").pack_into
-        self._room = ctypes.create_string_buffer(_CONFIG_SIZE + size + 16)
-        self._start = ctypes.addressof(self._room)
-        places = [self._start + _CONFIG_SIZE + offset for offset in (*offsets, size, size + 8)]
-        self._parameters = (ctypes.c_void_p * len(places))(*places)
+        self._layout = struct.Struct(layout + "16x")
+        self._places = [_CONFIG_SIZE + offset for offset in (*offsets, size, size + 8)]
         self._function, self._threads, self._shared = function, threads, shared
+        self._room = self.room()
         self._lock = threading.Lock()
 
     def launch(self, programs: int, second: int, stream: int, values: Sequence[Any]) -> None:
@@ -56,8 +72,23 @@ class DriverKernel:
             values: of all parameters in order: addresses, numbers, and for a descriptor what `described` returns.
         """
         with self._lock:
-            self._pack(self._room, 0, programs, second, 1, self._threads, 1, 1, self._shared, stream, *values)
-            error = _driver().cuLaunchKernelEx(self._start, self._function, self._parameters, None)
+            self.fill(self._room, programs, second, stream, values)
+            launch_all((self._room.call,))
+
+    def room(self) -> LaunchRoom:
+        """Room for one launch, which stays as it is filled."""
+        return LaunchRoom(self._function, self._layout, self._places)
+
+    def fill(self, room: LaunchRoom, programs: int, second: int, stream: int, values: Sequence[Any]) -> None:
+        """Writes down a launch as `launch` starts it."""
+        room.fill(programs, second, 1, self._threads, 1, 1, self._shared, stream, *values)
+
+
+def launch_all(calls: Sequence[tuple[Any, ...]]) -> None:
+    """Starts launches one after the other, each by the `call` of a room that was filled."""
+    start = _driver().cuLaunchKernelEx
+    for call in calls:
+        error = start(*call)
         if error:
             _fail("a kernel cannot be launched", error)
 
@@ -87,13 +118,14 @@ def load(compiled: Any) -> DriverKernel | None:
     return DriverKernel(function.value, 32 * metadata.num_warps, metadata.shared, fields, offsets[:-2])
 
 
-def described(descriptor: Any, compiled: Any, number: int) -> tuple[Any, ...]:
+def described(descriptor: Any, compiled: Any, number: int, address: int) -> tuple[Any, ...]:
     """What is passed for a tensor descriptor: the map for the copy engine, then shape and strides.
 
     Args:
-        descriptor: a `TensorDescriptor` of Triton: base, shape and strides.
+        descriptor: a `TensorDescriptor` of Triton: dtype, shape and strides.
         compiled: the kernel, whose metadata says in what boxes it copies.
         number: of the descriptor among those that the kernel takes.
+        address: where the tensor starts.
     """
     meta = compiled.metadata.tensordesc_meta[number]
     shape, strides, rank = descriptor.shape, descriptor.strides, len(descriptor.shape)
@@ -104,7 +136,7 @@ def described(descriptor: Any, compiled: Any, number: int) -> tuple[Any, ...]:
         ctypes.c_void_p(start),
         _MAP_DTYPES[descriptor.base.dtype],
         rank,
-        ctypes.c_void_p(descriptor.base.data_ptr()),
+        ctypes.c_void_p(address),
         (ctypes.c_uint64 * rank)(*reversed(shape)),
         (ctypes.c_uint64 * rank)(*reversed(outer)),
         (ctypes.c_uint32 * rank)(*reversed(meta["block_size"])),

@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from dion_core.cuda_driver import DriverKernel, described, load
+from dion_core.recording import Launch, recorder
 
 logger = logging.getLogger("dion_core")
 
@@ -68,7 +69,10 @@ class Descriptors:
     def packed(self, compiled: Any) -> list[Any]:
         """What the driver is given in their place."""
         if not self._packed:
-            each = (described(descriptor, compiled, number) for number, descriptor in enumerate(self.descriptors))
+            each = (
+                described(descriptor, compiled, number, descriptor.base.data_ptr())
+                for number, descriptor in enumerate(self.descriptors)
+            )
             self._packed = [value for values in each for value in values]
         return self._packed
 
@@ -119,13 +123,21 @@ def launch(
     if _thread.compiles_only:
         return
     ready, compiled = known
+    told = recorder()
     if ready is None:
+        if told is not None:
+            told.refuse(f"{kernel.__name__} is launched by Triton")
         in_order = [constants[name] for name in kernel.arg_names[len(given) + len(arguments) :]]
         compiled[(programs, second, 1)](*given, *arguments, *in_order)
         return
-    if given:
-        values = descriptors.packed(compiled) + values
-    ready.launch(programs, second, torch._C._cuda_getCurrentRawStream(current), values)
+    packed = descriptors.packed(compiled) if given else []
+    stream = torch._C._cuda_getCurrentRawStream(current)
+    if told is None:
+        ready.launch(programs, second, stream, packed + values)
+        return
+    constants_of = _look(kernel)[len(given) :]
+    varied = [argument for argument, constant in zip(arguments, constants_of, strict=False) if not constant]
+    told.launch(Launch(ready, compiled, (programs, second), stream, given, packed, varied, values))
 
 
 def cdiv(length: int, size: int) -> int:

@@ -73,7 +73,9 @@ def matrices(tensors: Sequence[Tensor | None], addresses: Tensor, like: Tensor) 
         like: (R, C), what they are like where all are missing.
     """
     present = [tensor for tensor in tensors if tensor is not None]
-    if not alike(present):
+    # Of contiguous tensors, which it is faster to find out, strides differ where only one element lies.
+    dense = all(map(Tensor.is_contiguous, present)) and len(set(map(_DTYPE, present))) <= 1
+    if not dense and not alike(present):
         # Not the first one's: its dtype may hold less than the others, and its elements may share memory.
         wide = reduce(torch.promote_types, map(_DTYPE, present))
         tensors = [None if tensor is None else tensor.to(wide).contiguous() for tensor in tensors]

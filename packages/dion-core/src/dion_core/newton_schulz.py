@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
-from typing import Final, Literal, Protocol, SupportsIndex
+from typing import ClassVar, Final, Literal, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -142,6 +142,9 @@ class NewtonSchulz:
     coefficients: tuple[Coefficients, ...] = POLAR_EXPRESS
     restart_after: int | Literal["auto"] | None = "auto"
     compute_dtype: torch.dtype | None = None
+
+    replayable: ClassVar[bool] = True
+    """What it launches for a shape is the same at every call: see `replay`."""
 
     def __post_init__(self) -> None:
         # Lists and integers, as a configuration file gives them, must not change the hash or the repr.

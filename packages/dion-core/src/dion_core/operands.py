@@ -7,7 +7,7 @@ rewrites by one pinned copy a step. A captured step therefore follows new gradie
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -23,7 +23,8 @@ from dion_core.state import WAITED
 
 logger = logging.getLogger("dion_core")
 
-_LOCAL, _MOMENTUM, _SECOND_MOMENT = attrgetter("_local_tensor"), itemgetter("momentum"), itemgetter("second_moment")
+_LOCAL = attrgetter("_local_tensor")
+_STATES = {name: itemgetter(name) for name in ("momentum", "second_moment", WAITED)}
 
 States = Mapping[Tensor, Mapping[str, Any]]
 Gradients = Sequence[Tensor | None]
@@ -54,6 +55,10 @@ class Operands:
     waited: Sequence[Tensor]
     scalars: Mapping[str, float | Tensor]
 
+    def with_other(self, gradients: Gradients, scalars: Mapping[str, float | Tensor]) -> Operands:
+        """The same with other gradients and scalars."""
+        return Operands(self.parameters, self.momentum, gradients, self.second_moment, self.waited, scalars)
+
     @property
     def form(self) -> Hashable:
         """What a captured step cannot follow: the form of the tensors. Their addresses and the options it can."""
@@ -71,8 +76,11 @@ class StepOperands:
             if bucket.bucket.device.type == "cuda":
                 numbers.setdefault(bucket.bucket.device, []).append(number)
         self._tables = [_DeviceTable([buckets[n] for n in of_device], of_device) for of_device in numbers.values()]
-        self._sources: list[_Source | _ParameterSource] = []
+        self._sources: list[_Source] = []
         self._known: list[int] = []
+        self._lasting = _Lasting([])
+        self._last: list[Operands] = []
+        """Of the last step, without gradients, whose memory is the user's to free."""
 
     def of_step(self, state: States, gradients: Sequence[Gradients]) -> list[Operands]:
         """The operands of the coming step, with their addresses and options on the device.
@@ -84,15 +92,18 @@ class StepOperands:
         # A parameter's state may be replaced as a whole; the sources keep the old one, so that its id is no other's.
         entries = list(map(id, state.values()))
         if entries != self._known:
-            self._sources = [
-                _Source(bucket, state) if bucket.has_state else _ParameterSource(bucket) for bucket in self._buckets
-            ]
-            self._known = entries
-        operands = [source.of_step(each) for source, each in zip(self._sources, gradients, strict=True)]
+            self._sources = [_Source(bucket, state) for bucket in self._buckets]
+            self._known, self._last, self._lasting = entries, [], _Lasting(self._sources)
+        if self._tables and self._lasting.stayed() and self._last:
+            news = zip(self._last, gradients, self._sources, strict=True)
+            operands = [last.with_other(new, source.scalars) for last, new, source in news]
+        else:
+            operands = [source.of_step(each) for source, each in zip(self._sources, gradients, strict=True)]
         for table in self._tables:
             on_device = table.of_step([operands[number] for number in table.numbers])
             for number, each in zip(table.numbers, on_device, strict=True):
                 operands[number] = each
+        self._last = [each.with_other((), each.scalars) for each in operands]
         return operands
 
 
@@ -140,8 +151,8 @@ class _DeviceTable:
         tables = torch.split_with_sizes(self._values.integers, sizes)
         places = [table[:count] for table, count in zip(tables, counts, strict=True)]
         self._places = [places[start : start + len(ROLES)] for start in range(0, len(places), len(ROLES))]
-        scalars = self._values.floats.unbind()
-        self._scalars = [scalars[start : start + len(SCALARS)] for start in range(0, len(scalars), len(SCALARS))]
+        scalars = iter(self._values.floats.unbind())
+        self._scalars = [{name: next(scalars) for name in SCALARS} for _ in buckets]
         self._known: list[dict[str, Matrices]] = [{} for _ in buckets]
 
     def of_step(self, given: Sequence[Operands]) -> list[Operands]:
@@ -160,55 +171,83 @@ class _DeviceTable:
                 addresses += (isinstance(each, Matrices) and each.starts) or [0] * len(place)
                 addresses += [0] * (len(place) % 2)
             values += [_host_value(value) for value in operands.scalars.values()]
-            made.append(Operands(**found, scalars=dict(zip(SCALARS, scalars, strict=True))))
+            made.append(Operands(**found, scalars=scalars))
         self._values.write(addresses, values)
         for operands, scalars in zip(given, self._scalars, strict=True):
-            for value, scalar in zip(operands.scalars.values(), scalars, strict=True):
+            for name, value in operands.scalars.items():
                 if isinstance(value, Tensor) and value.is_cuda:
-                    scalar.copy_(value)
+                    scalars[name].copy_(value)
         return made
 
 
 class _Source:
-    """Where the operands of one bucket come from in every step."""
+    """Where the operands of one bucket come from in every step.
+
+    Attributes:
+        parameters: of its members.
+        sharded: whether they are DTensors, which all are or none.
+        states: of its members; none where the bucket has no state.
+        roles: what picks each of the state's tensors.
+        state_sharded: whether these are DTensors.
+    """
 
     def __init__(self, bucket: MatrixBucket, state: States) -> None:
         self._bucket = bucket
-        self._parameters: list[Any] = [member.parameter for member in bucket.members]
-        self._states = [state[parameter] for parameter in self._parameters]
-        self._sharded = isinstance(self._parameters[0], DTensor)
-        self._state_sharded = isinstance(self._states[0]["momentum"], DTensor)
-        self._has_second_moment = "second_moment" in self._states[0]
+        self.parameters: list[Any] = [member.parameter for member in bucket.members]
+        self.sharded = isinstance(self.parameters[0], DTensor)
+        self.states = [state[parameter] for parameter in self.parameters] if bucket.has_state else []
+        first = self.states[0] if self.states else {}
+        self.roles = [role for name, role in _STATES.items() if name in first and (name != WAITED or bucket.may_defer)]
+        self.state_sharded = isinstance(first.get("momentum"), DTensor)
 
     def of_step(self, gradients: Gradients) -> Operands:
         """The operands as they are now: a parameter or its state may have been given another tensor."""
-        states, options = self._states, self._bucket.options
+        matrices = self._bucket.matrices
+        states = {role: matrices(_locals(list(map(role, self.states)), self.state_sharded)) for role in self.roles}
         return Operands(
-            parameters=self._bucket.matrices(_locals(self._parameters, self._sharded)),
-            momentum=self._parts(list(map(_MOMENTUM, states))),
+            parameters=matrices(_locals(self.parameters, self.sharded)),
+            momentum=states.get(_STATES["momentum"], []),
             gradients=gradients,
-            second_moment=self._parts(list(map(_SECOND_MOMENT, states))) if self._has_second_moment else [],
-            waited=self._parts([state[WAITED] for state in states]) if self._bucket.may_defer else [],
-            scalars={name: options.get(name, 0.0) for name in SCALARS},
+            second_moment=states.get(_STATES["second_moment"], []),
+            waited=states.get(_STATES[WAITED], []),
+            scalars=self.scalars,
         )
 
-    def _parts(self, tensors: Sequence[Any]) -> Sequence[Tensor]:
-        """The matrices in this rank's parts of the state."""
-        return self._bucket.matrices(_locals(tensors, self._state_sharded))
-
-
-class _ParameterSource:
-    """As `_Source`, of a bucket without state."""
-
-    def __init__(self, bucket: MatrixBucket) -> None:
-        self._bucket = bucket
-        self._parameters: list[Any] = [member.parameter for member in bucket.members]
-        self._sharded = isinstance(self._parameters[0], DTensor)
-
-    def of_step(self, gradients: Gradients) -> Operands:
+    @property
+    def scalars(self) -> dict[str, float | Tensor]:
+        """The options as they are now."""
         options = self._bucket.options
-        parameters = self._bucket.matrices(_locals(self._parameters, self._sharded))
-        return Operands(parameters, [], gradients, [], [], {name: options.get(name, 0.0) for name in SCALARS})
+        return {name: options.get(name, 0.0) for name in SCALARS}
+
+
+class _Lasting:
+    """Tells whether parameters and state lie where they did, which is faster for all at once than one by one."""
+
+    def __init__(self, sources: Sequence[_Source]) -> None:
+        self._parameters: dict[bool, list[Any]] = {}
+        self._states: dict[tuple[Callable[[Any], Any], bool], list[Any]] = {}
+        for source in sources:
+            self._parameters.setdefault(source.sharded, []).extend(source.parameters)
+            for role in source.roles:
+                self._states.setdefault((role, source.state_sharded), []).extend(source.states)
+        self._starts: list[int] = []
+
+    def stayed(self) -> bool:
+        """Whether all lie where they did when this was asked last, row after row without gaps."""
+        tensors: list[Tensor] = []
+        for sharded, parameters in self._parameters.items():
+            tensors += map(_LOCAL, parameters) if sharded else parameters
+        for (role, sharded), states in self._states.items():
+            tensors += map(_LOCAL, map(role, states)) if sharded else map(role, states)
+        contiguous, before = all(map(Tensor.is_contiguous, tensors)), self._starts
+        self._starts = list(map(Tensor.data_ptr, tensors)) if contiguous else []
+        return contiguous and before == self._starts
+
+
+def storages(operands: Sequence[Operands], gradients: Sequence[Tensor | None]) -> set[int]:
+    """The addresses of all storages that may be others in a step which is alike but for that."""
+    tensors = [tensor for each in operands for role in ROLES for tensor in getattr(each, role)]
+    return {tensor.untyped_storage().data_ptr() for tensor in (*tensors, *gradients) if tensor is not None}
 
 
 def _locals(tensors: Sequence[Any], sharded: bool) -> Sequence[Any]:
@@ -219,6 +258,8 @@ def _locals(tensors: Sequence[Any], sharded: bool) -> Sequence[Any]:
 def _found(role: str, operands: Operands, place: Tensor, known: dict[str, Matrices]) -> Sequence[Any]:
     """The tensors of one role by address; what lies where it did is not looked at again, but for gradients."""
     tensors, before = getattr(operands, role), known.get(role)
+    if isinstance(tensors, Matrices):  # of an earlier step
+        return tensors
     if before is not None and before.holds(tensors):
         return before
     found = _on_device(role, tensors, place, operands.parameters[0])

@@ -13,21 +13,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dion_core.capture import StepGraph, check_capturable, form
+from dion_core.buckets import MemberGradients
 from dion_core.checkpoint import START, read_groups, write_groups_
 from dion_core.copies import copied_tensors, differing_copies
 from dion_core.layerwise import keeping_for
 from dion_core.membership import check_group_ranks, check_members, checked_names, listed, replica_group, stepping_group
 from dion_core.operands import Operands, Rates, StepOperands
 from dion_core.options import check_group, check_options, check_structure, identity, structure, warn_of_group
-from dion_core.pipeline import agree_on_rows, step_elementwise, step_matrices
+from dion_core.pipeline import agree_on_rows, step_all
 from dion_core.plan import Plan
 from dion_core.preflight import compare_plans, report_failure
 from dion_core.preparation import prepare
 from dion_core.presence import Presence
-from dion_core.process_groups import through, watch_stream
+from dion_core.process_groups import through
 from dion_core.report import Report, make_report
 from dion_core.rules import Rule
+from dion_core.running import StepRunner
 from dion_core.state import WAITED, carried_state, loaded_state, loaded_states, waiting_times
 from dion_core.tiling import agree_on_shards, gathered, own_shards
 
@@ -68,8 +69,8 @@ class MatrixOptimizer(Optimizer):
         self._plan: Plan | None = None
         self._identities: list[tuple[int, ...]] = []
         self._past: list[int] = [0, 0, 0]
-        self._num_plans, self._num_steps = 0, 0
-        self._graph: StepGraph | None = None
+        self._num_steps = 0
+        self._runner = StepRunner(self._nonfinite)
         self._warned = self._stepped = False
         entries = [dict(entry) if isinstance(entry, dict) else entry for entry in listed(params)]
         self._group, self._device = stepping_group(entries, self._replicas)
@@ -108,23 +109,17 @@ class MatrixOptimizer(Optimizer):
                 loss = closure()
         plan = self._current_plan()
         self._stepped = True
-        gradients = self._gradients(plan)
+        gradients = self._gradients()
         if not self._warned and all(gradient is None for gradient in gradients):
             logger.warning("a step found no gradient here; was the optimizer built before the model was sharded?")
             self._warned = True
-        if self._graph is not None:
-            if getattr(self, "found_inf", None) is not None or getattr(self, "grad_scale", None) is not None:
-                raise ValueError("a captured step cannot serve a loss scaler: call release() first")
-            gradients = self._graph.gradients(plan, gradients)
+        scaled = getattr(self, "found_inf", None) is not None or getattr(self, "grad_scale", None) is not None
+        gradients = self._runner.gradients(plan, gradients, scaled=scaled)
         of_buckets = [bucket.gradients(gradients) for bucket in plan.stepped]
         operands = self._operands.of_step(self.state, agree_on_rows(plan.stepped, of_buckets, self.state))
-        work = partial(self._launch, plan, gradients, operands, self._rates.of_step())
-        if self._graph is None:
-            work()
-        else:
-            self._graph.run(work, (self._num_plans, form(plan, operands, self.state)))
-            for group in dict.fromkeys((self._group, *plan.exchange_groups)):
-                watch_stream(group, "a captured step", self._device)
+        rates = self._rates.of_step()
+        work = partial(self._launch, plan, gradients, operands, rates)
+        self._runner.run(work, plan, operands, (gradients, rates), self.state, scaled=scaled)
         if plan.session is not None:
             plan.session.end()
         self._num_steps += 1
@@ -143,15 +138,11 @@ class MatrixOptimizer(Optimizer):
                 nonfinite="skip".
                 A later step raises it for a parameter without a gradient and for a loss scaler.
         """
-        check_capturable(self._current_plan(), self._group, nonfinite=self._nonfinite)
-        if self._graph is None:
-            self._graph = StepGraph()
+        self._runner.capture(self._current_plan())
 
     def release(self) -> None:
         """Ends `capture` and frees the graph with its memory; steps run as they are again."""
-        if self._graph is not None:
-            self._graph.release()
-            self._graph = None
+        self._runner.release()
 
     def _launch(
         self,
@@ -168,13 +159,12 @@ class MatrixOptimizer(Optimizer):
             skip_nonfinite=self._nonfinite == "skip",
             found_inf=getattr(self, "found_inf", None),
         )
-        others = [step_elementwise(plan, self.state, presence, rates), *(values.share() for values in plan.shared)]
-        step_matrices(plan, operands, presence, others)
+        step_all(plan, self.state, operands, presence, rates)
         self._skipped += presence.skipped
 
-    def _gradients(self, plan: Plan) -> list[Tensor | None]:
+    def _gradients(self) -> list[Tensor | None]:
         """This rank's gradients, divided by the scale of a loss scaler that has not done so itself."""
-        gradients = [member.gradient() for member in plan.members]
+        gradients = self._member_gradients.of_step()
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is None:
             return gradients
@@ -336,8 +326,9 @@ class MatrixOptimizer(Optimizer):
         if self._plan is not None:
             self._past = [past + count for past, count in zip(self._past, self._plan.row_counts(), strict=True)]
         self._plan = plan
+        self._member_gradients = MemberGradients(plan.members)
         self._operands, self._rates = StepOperands(plan.stepped), Rates(plan.elementwise)
-        self._num_plans += 1
+        self._runner.adopt(plan, self._group, self._device)
         self._structure = [structure(group) for group in self.param_groups]
         self._identities = [identity(group) for group in self.param_groups]
 

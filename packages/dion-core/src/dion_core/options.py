@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -37,6 +38,8 @@ STRUCTURAL = (
     SHARD,
 )
 """Group keys that the plan is made from, so that they cannot change between steps."""
+_TRAINABLE = attrgetter("requires_grad")
+
 RATES = ("lr", "weight_decay", "momentum", "beta2")
 """Group keys that may be set anew before every step, to numbers or 0-dim tensors."""
 
@@ -181,7 +184,7 @@ def structure(group: Mapping[str, Any]) -> tuple[Any, ...]:
     for name in RATES:
         if isinstance(group.get(name), Tensor) and group[name].ndim:
             check_options({name: group[name]}, " in a parameter group")
-    trainable = tuple(parameter.requires_grad for parameter in group["params"])
+    trainable = tuple(map(_TRAINABLE, group["params"]))
     values = (group.get(name) for name in STRUCTURAL)
     # A list is copied, since it could be changed in place.
     return (*(tuple(value) if isinstance(value, list) else value for value in values), trainable)

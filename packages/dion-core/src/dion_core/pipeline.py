@@ -8,6 +8,7 @@ under way while another computes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -23,9 +24,13 @@ from dion_core.ops import accumulate_, take_and_decay_, update_, wait_, with_age
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan
 from dion_core.presence import Presence
+from dion_core.recording import varying
 from dion_core.rows import RowSelection, overflowing_rows
 from dion_core.selection import added_scores, whole_scores
 from dion_core.steps import Steps, interleave, run
+
+Refusal = tuple[Tensor, Tensor, Tensor]
+"""Of a bucket the counter of rows refused, and how many rows of each matrix were chosen and admitted."""
 
 BUCKETS_IN_FLIGHT = 3
 """One whose rows are under way, one that is orthogonalized, and one whose results come back."""
@@ -43,7 +48,7 @@ def step_matrices(
         others: what else is to overlap with the messages of the buckets; started before them.
     """
     of_buckets = operands[: len(plan.buckets)]
-    active = [bucket.active(presence) for bucket in plan.stepped]
+    active = plan.active(presence)
     scores = [
         accumulate_(
             each.momentum,
@@ -63,7 +68,8 @@ def step_matrices(
         torch._foreach_add_([bucket.chosen for bucket in plan.buckets], [chosen.count for chosen in selections])
     if plan.session is not None:
         run(plan.session.begin(selections[: len(plan.transported)]))
-    moves = [move(*each) for each in zip(plan.buckets, of_buckets, selections, strict=True)]
+    refusals = list[Refusal]()
+    moves = [move(*each, refusals) for each in zip(plan.buckets, of_buckets, selections, strict=True)]
     stages = [
         apply(target, operands[target.number], active[target.number], [moves[number] for number in target.sources])
         for target in plan.targets
@@ -73,29 +79,60 @@ def step_matrices(
         interleave([*others, *of_line], in_flight=BUCKETS_IN_FLIGHT)
         others = ()
     interleave(others, in_flight=BUCKETS_IN_FLIGHT)  # where there are no buckets
+    if refusals:
+        refused, chosen, admitted = map(list, zip(*refusals, strict=True))
+        torch._foreach_add_(refused, chosen)
+        torch._foreach_sub_(refused, admitted)
 
 
-def step_elementwise(plan: Plan, state: States, presence: Presence, rates: Sequence[float | Tensor]) -> Steps[None]:
+def step_all(
+    plan: Plan, state: States, operands: Sequence[Operands], presence: Presence, rates: Sequence[float | Tensor]
+) -> None:
+    """Updates all parameters and their state in place: all work of a step on the device. Collective.
+
+    Args:
+        plan: of the optimizer.
+        state: of all parameters.
+        operands: of the buckets that it steps.
+        presence: the gradients of the step.
+        rates: the learning rate of each group of `plan.elementwise`.
+    """
+
+    def elementwise() -> Steps[None]:
+        if plan.elementwise:
+            varying(partial(_step_elementwise, plan, state, presence.masks), presence.gradients, rates)
+        yield from ()
+
+    step_matrices(plan, operands, presence, [elementwise(), *(values.share() for values in plan.shared)])
+
+
+def _step_elementwise(
+    plan: Plan,
+    state: States,
+    masks: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    rates: Sequence[float | Tensor],
+) -> None:
     """Updates the AdamW and Lion parameters and their state in place, at once: nothing is sent.
 
     Args:
         plan: of the optimizer.
         state: of all parameters.
-        presence: the gradients of the step.
+        masks: of all parameters, from `Presence`.
+        gradients: of all parameters.
         rates: the learning rate of each group of `plan.elementwise`.
     """
     for members, rate in zip(plan.elementwise, rates, strict=True):
         options = members[0].group
         parameters = [local_tensor(member.parameter) for member in members]
-        gradients = [presence.gradients[member.number] for member in members]
+        of_members = [gradients[member.number] for member in members]
         states = [{key: local_tensor(value) for key, value in state[member.parameter].items()} for member in members]
-        active = [presence.masks[member.number].to(parameters[0].device) for member in members]
+        active = [masks[member.number].to(parameters[0].device) for member in members]
         common = {key: options[key] for key in ("betas", "weight_decay", "maximize")} | {"lr": rate}
         if options["algorithm"] == "adamw":
-            adamw_(parameters, gradients, states, active, epsilon=options["epsilon"], **common)
+            adamw_(parameters, of_members, states, active, epsilon=options["epsilon"], **common)
         else:
-            lion_(parameters, gradients, states, active, **common)
-    yield from ()
+            lion_(parameters, of_members, states, active, **common)
 
 
 def agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients], state: States) -> list[Gradients]:
@@ -179,14 +216,14 @@ def _gathered(
             yield n, gathered, tuple(starts[place : -1 : len(numbers)])
 
 
-def move(bucket: MatrixBucket, operands: Operands, chosen: RowSelection) -> Steps[Update]:
+def move(bucket: MatrixBucket, operands: Operands, chosen: RowSelection, refusals: list[Refusal]) -> Steps[Update]:
     """What the rows chosen do to the parameters, after they were taken out of the momentum."""
     options, scalars = bucket.options, operands.scalars
     chosen = with_age(chosen, operands.waited)
     selection = bucket.exchange.admit(chosen)
     wait_(operands.waited, chosen, selection)
     if selection is not chosen:
-        bucket.refused += chosen.count - selection.count
+        refusals.append((bucket.refused, chosen.count, selection.count))
     rows = bucket.exchange.reserve(selection)
     take_and_decay_(
         operands.momentum,

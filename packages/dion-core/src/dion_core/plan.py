@@ -18,7 +18,9 @@ from dion_core.buckets import MatrixBucket, Member, Part, make_buckets, stable_r
 from dion_core.collectives import Group
 from dion_core.delivery import Here, SharedValues, Target
 from dion_core.layout import Layout, in_pieces
+from dion_core.matrices import ALIGNMENT
 from dion_core.options import OPTIONS
+from dion_core.presence import Presence
 from dion_core.registry import Choice, choose_transport
 from dion_core.rules import Rule
 from dion_core.sessions import open_session
@@ -62,6 +64,28 @@ class Plan:
     def stepped(self) -> Sequence[MatrixBucket]:
         """The buckets, and after them those that have parameters here and no state."""
         return self.buckets
+
+    def active(self, presence: Presence) -> list[Tensor]:
+        """For every bucket that is stepped (N,) bool: which of its matrices are updated in this step."""
+        active: dict[int, Tensor] = {}
+        for device, (numbers, places) in self._numbers.items():
+            of_device = presence.active.to(device).index_select(0, numbers)
+            active |= {number: of_device[start:end] for number, (start, end) in places.items()}
+        return [active[number] for number in range(len(self.stepped))]
+
+    @cached_property
+    def _numbers(self) -> dict[torch.device, tuple[Tensor, dict[int, tuple[int, int]]]]:
+        """By device, int64, the numbers of the parameters of all matrices there; and where those of each bucket are."""
+        numbers: dict[torch.device, list[int]] = {}
+        places: dict[torch.device, dict[int, tuple[int, int]]] = {}
+        for number, bucket in enumerate(self.stepped):
+            of_device = numbers.setdefault(bucket.bucket.device, [])
+            start = len(of_device)
+            of_device += [part.member.number for part in bucket.parts]
+            places.setdefault(bucket.bucket.device, {})[number] = start, len(of_device)
+            # What is read of them, a byte each, starts at multiples of 16 bytes: kernels are compiled for that.
+            of_device += [0] * (-len(of_device) % ALIGNMENT)
+        return {device: (torch.tensor(each, device=device), places[device]) for device, each in numbers.items()}
 
     @property
     def shared(self) -> Sequence[SharedValues]:

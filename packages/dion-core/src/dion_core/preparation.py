@@ -115,7 +115,7 @@ def rehearse(bucket: MatrixBucket, transport: Transport | None) -> None:
         if bucket.selector.needs_all_scores:
             scores = scores.new_empty(len(operands.parameters), layout.shape[0])
         chosen = bucket.selector.select(scores, copy.tables, active)
-        run(apply(Target(copy, 0, (0,), Here()), operands, active, [move(copy, operands, chosen)]))
+        run(apply(Target(copy, 0, (0,), Here()), operands, active, [move(copy, operands, chosen, [])]))
 
 
 def _operands(bucket: MatrixBucket) -> Operands | None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Protocol, TypeGuard, TypeVar
+from typing import ClassVar, Protocol, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from dion_core.collectives import (
     Reduction,
     TransportError,
     adjacent,
+    message,
     num_bytes,
     raise_failure,
     report_call,
@@ -105,6 +106,8 @@ class TorchGroup:
     label: str = field(default="", compare=False)
     order: tuple[int, ...] = ()
 
+    replayable: ClassVar[bool] = True
+
     @cached_property
     def rank(self) -> int:
         rank = dist.get_rank(self.process_group)
@@ -128,6 +131,7 @@ class TorchGroup:
     def named(self, label: str) -> TorchGroup:
         return replace(self, label=label)
 
+    @message
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
         def start() -> list[dist.Work]:
             whole = adjacent(outputs) if tensor.is_cuda and not self.order else None
@@ -142,12 +146,14 @@ class TorchGroup:
 
         return self._launch("all_gather", [num_bytes(tensor)] * self.size, start, tensor, *outputs)
 
+    @message
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
         def start() -> list[dist.Work]:
             return [dist.all_reduce(tensor, _operation(reduction), group=self.process_group, async_op=True)]
 
         return self._launch("all_reduce", [num_bytes(tensor)] * self.size, start, tensor)
 
+    @message
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
         def start() -> list[dist.Work]:
             parts, operation = self._as_processes(tensor.chunk(self.size)), _operation(reduction)
@@ -155,10 +161,12 @@ class TorchGroup:
 
         return self._launch("reduce_scatter", [num_bytes(output)] * self.size, start, output, tensor)
 
+    @message
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         sent = [num_bytes(tensor) * (source == self.rank)] * self.size
         return self._launch("broadcast", sent, lambda: [self._broadcast(tensor, source)], tensor)
 
+    @message
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:

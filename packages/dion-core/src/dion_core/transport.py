@@ -225,7 +225,7 @@ class Session:
     host_waits: int = 0
     """How often so far a step had to wait for a copy to the host that is normally long done."""
     sizes: int = 0
-    """Changes whenever message sizes change, which a captured step cannot follow."""
+    """Changes whenever message sizes change, which a captured or replayed step cannot follow."""
 
     def __init__(self, exchanges: Sequence[Exchange]) -> None:
         self.exchanges = exchanges
@@ -233,7 +233,7 @@ class Session:
     def begin(self, selections: Sequence[RowSelection]) -> Steps[None]:
         """Called once a step with the choice of every bucket, before anything is admitted.
 
-        A captured step replays what was launched here, without another call.
+        A captured or replayed step repeats what was launched here, without another call.
         """
         return done(None)
 
@@ -264,6 +264,9 @@ class Transport(ABC):
         default_scope: the scope where none is asked for.
         axes: which splits of a matrix it serves.
         may_defer: whether `Exchange.admit` may refuse rows; their waiting times are then kept as state.
+        replayable: whether its sessions and exchanges launch the same in every step while `Session.sizes` stays as it
+            is, through this package and operations of torch alone, so that a step can be repeated on a GPU without
+            calling them (`replay`).
         outer_axes: whether its exchanges say where results lie (`Exchange.result_slot`), which they must where
             matrices are replicated beside their split (HSDP), or split by rows and by columns (tiles). Its sizes may
             then depend on nothing but the buckets and the choices of the step, so that all ranks of an outer axis
@@ -275,6 +278,7 @@ class Transport(ABC):
     default_scope: ClassVar[Scope]
     axes: ClassVar[frozenset[Axis]]
     may_defer: ClassVar[bool] = False
+    replayable: ClassVar[bool] = False
     outer_axes: ClassVar[bool] = False
 
     def local_slack(self) -> float | None:

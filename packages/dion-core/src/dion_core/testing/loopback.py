@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dion_core.collectives import Group, Handle, Reduction, split
+from dion_core.collectives import Group, Handle, Reduction, message
 from dion_core.process_groups import stand_in
 
 
@@ -42,13 +44,14 @@ class _Arrived:
 
 
 class _UnderWay:
-    """A message on the stream of the wire, which the current stream waits for."""
+    """A message on the stream of the wire, which the current stream waits for; its tensors are kept until then."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event, tensors: Sequence[Tensor]) -> None:
+        self._event, self._tensors = event, tensors
 
     def wait(self) -> None:
         self._event.wait()
+        self._tensors = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class LoopbackGroup:
     wire: Wire | None = None
     _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict, compare=False, repr=False)
 
+    replayable: ClassVar[bool] = True
+
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(range(self.size))
@@ -73,32 +78,43 @@ class LoopbackGroup:
     def named(self, label: str) -> LoopbackGroup:
         return self
 
+    @message
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
         pieces = [_resized(tensor, output.numel()) for output in outputs]
         return self._send(list(outputs), pieces, tensor)
 
+    @message
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
         return self._send([], [], tensor)
 
+    @message
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
         return self._send([output], [tensor[: output.numel()]], tensor)
 
+    @message
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         return self._send([], [], tensor)
 
+    @message
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
         if list(output_splits) == list(input_splits):
             return self._send([output], [tensor], tensor)
-        own = split(tensor, input_splits)[self.rank]
-        pieces = [_resized(own, length) for length in output_splits if length]
-        return self._send([piece for piece in split(output, output_splits) if piece.numel()], pieces, tensor)
+        own = tensor.narrow(0, sum(input_splits[: self.rank]), input_splits[self.rank])
+        outputs, pieces, start = [], [], 0
+        for length, group in groupby(output_splits):  # those that get equally much get it by one copy
+            number = len(list(group))
+            if length:
+                outputs.append(output.narrow(0, start, number * length).view(number, length))
+                pieces.append(_resized(own, length))
+            start += number * length
+        return self._send(outputs, pieces, tensor)
 
     def _send(self, outputs: list[Tensor], pieces: list[Tensor], message: Tensor) -> Handle:
         if self.wire is None or not message.is_cuda:
             if outputs:
-                torch._foreach_copy_(outputs, pieces)
+                _copy(outputs, pieces)
             return _Arrived()
         stream = self._streams.setdefault(message.device, torch.cuda.Stream(message.device))
         stream.wait_stream(torch.cuda.current_stream(message.device))
@@ -106,15 +122,23 @@ class LoopbackGroup:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(int(self.wire.seconds(remote) * _cycles_per_second(message.device)))
             if outputs:
-                torch._foreach_copy_(outputs, pieces)
-            for tensor in (message, *outputs):
-                tensor.record_stream(stream)
-            return _UnderWay(stream.record_event())
+                _copy(outputs, pieces)
+            return _UnderWay(stream.record_event(), (message, *outputs))
+
+
+def _copy(outputs: list[Tensor], pieces: list[Tensor]) -> None:
+    if len(outputs) > 2:
+        torch._foreach_copy_(outputs, pieces)
+        return
+    for output, piece in zip(outputs, pieces, strict=True):
+        output.copy_(piece)
 
 
 def _resized(piece: Tensor, length: int) -> Tensor:
     """The piece repeated, or its start, so that it has the length."""
-    if piece.numel() >= length:
+    if piece.numel() == length:
+        return piece
+    if piece.numel() > length:
         return piece[:length]
     if not piece.numel():
         return piece.new_zeros(length)

@@ -1,0 +1,116 @@
+"""The memory of one step as one block: where its tensors lie, and how few bytes hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 512
+"""Bytes: buffers start at multiples of it, as torch's allocator gives them."""
+
+
+class Region(NamedTuple):
+    """A tensor in the memory that a step has allocated.
+
+    Attributes:
+        buffer: the number of the allocation.
+        dtype: of the tensor.
+        start: its first element in the buffer.
+        shape: of the tensor.
+        stride: of the tensor.
+    """
+
+    buffer: int
+    dtype: torch.dtype
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def offset(self) -> int:
+        """The first byte in the buffer."""
+        return self.start * self.dtype.itemsize
+
+
+class Use(NamedTuple):
+    """A buffer of so many bytes, from the allocation of number `first` to before that of number `end`."""
+
+    num_bytes: int
+    first: int
+    end: int
+
+
+def arranged(uses: Sequence[Use]) -> tuple[list[int], int]:
+    """Where each buffer starts, so that none overlaps another that is in use at the same time; and bytes in all.
+
+    The largest first, each as low as it goes.
+    """
+    starts, placed = [0] * len(uses), list[int]()
+    for number in sorted(range(len(uses)), key=lambda number: -uses[number].num_bytes):
+        use, start = uses[number], 0
+        beside = [other for other in placed if uses[other].first < use.end and use.first < uses[other].end]
+        for other in sorted(beside, key=starts.__getitem__):
+            if start + use.num_bytes <= starts[other]:
+                break
+            start = max(start, _aligned(starts[other] + uses[other].num_bytes))
+        starts[number] = start
+        placed.append(number)
+    return starts, max((_aligned(start + use.num_bytes) for start, use in zip(starts, uses, strict=True)), default=0)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Block:
+    """Memory that can be given back and taken again, while the tensors that were made of it stay.
+
+    Args:
+        num_bytes: of the memory, a multiple of `ALIGNMENT`.
+        starts: where each buffer begins.
+        others: buffers that have memory of their own, which stay.
+        device: of the memory.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        starts: Mapping[int, int],
+        others: Mapping[int, torch.UntypedStorage],
+        device: torch.device,
+    ) -> None:
+        self._num_bytes, self._starts, self._others = num_bytes, starts, others
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._storage = self._bytes.untyped_storage()
+        self.give_back()
+
+    def take(self) -> int:
+        """There is memory now, of which nothing is known; its address, which may be another one than before."""
+        self._storage.resize_(self._num_bytes)
+        return self._storage.data_ptr()
+
+    def give_back(self) -> None:
+        """There is none: its tensors must not be used."""
+        self._storage.resize_(0)
+
+    def tensors(self, value: Any) -> Any:
+        """The value, with tensors for regions."""
+        if type(value) is Region:
+            return self._tensor(value)
+        if type(value) is list:
+            return [self.tensors(each) for each in value]
+        return value
+
+    def offset(self, buffer: int) -> int | None:
+        """Where a buffer starts in the block, in bytes; None if it has memory of its own."""
+        return self._starts.get(buffer)
+
+    def _tensor(self, region: Region) -> Tensor:
+        storage, start = self._others.get(region.buffer), region.start
+        if storage is None:
+            storage, start = self._storage, start + self._starts[region.buffer] // region.dtype.itemsize
+        tensor = torch.empty(0, dtype=region.dtype, device=self._bytes.device)
+        return tensor.set_(storage, start, region.shape, region.stride)

@@ -1,0 +1,166 @@
+"""What a step does on the device, written down so that it can be done again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from dion_core.block import Block
+from dion_core.cuda_driver import described, launch_all
+from dion_core.recording import Handle, Launch
+
+
+@dataclass
+class Run:
+    """One replay: what varies, and the messages under way."""
+
+    arguments: tuple[Any, ...]
+    handles: dict[int, Handle] = field(default_factory=dict)
+
+
+class Entry(Protocol):
+    """One thing that a step does, with regions in place of the tensors that it has allocated."""
+
+    def bound(self, block: Block) -> Callable[[Run], None]:
+        """What does it with the tensors of a block."""
+
+
+class Operation(NamedTuple):
+    """An operation of torch that writes to tensors which are there."""
+
+    operation: Callable[..., Any]
+    arguments: list[Any]
+    names: dict[str, Any]
+
+    def bound(self, block: Block) -> Callable[[Run], None]:
+        operation, arguments = self.operation, block.tensors(self.arguments)
+        names = {name: block.tensors(value) for name, value in self.names.items()}
+
+        def do(run: Run) -> None:
+            operation(*arguments, **names)
+
+        return do
+
+
+class Message(NamedTuple):
+    """A collective that is launched."""
+
+    send: Callable[..., Handle]
+    arguments: list[Any]
+    number: int
+
+    def bound(self, block: Block) -> Callable[[Run], None]:
+        send, number, arguments = self.send, self.number, block.tensors(self.arguments)
+
+        def do(run: Run) -> None:
+            run.handles[number] = send(*arguments)
+
+        return do
+
+
+class Wait(NamedTuple):
+    """The wait for a message."""
+
+    number: int
+
+    def bound(self, block: Block) -> Callable[[Run], None]:
+        return lambda run: run.handles.pop(self.number).wait()
+
+
+class Varying(NamedTuple):
+    """What gets the arguments of the step."""
+
+    function: Callable[..., None]
+
+    def bound(self, block: Block) -> Callable[[Run], None]:
+        return lambda run: self.function(*run.arguments)
+
+
+Spot = tuple[int, int]
+"""The number of a buffer, and a byte in it."""
+
+
+class RecordedLaunch(NamedTuple):
+    """A launch of which some parameters are addresses in what the step has allocated.
+
+    Attributes:
+        launch: the launch, whose arguments are only those tensors that have other memory.
+        arguments: for numbers of parameters where they point to.
+        descriptors: the same for the descriptors before them.
+    """
+
+    launch: Launch
+    arguments: Mapping[int, Spot]
+    descriptors: Mapping[int, Spot]
+
+
+class BoundLaunch:
+    """A launch that is ready in memory of its own, and is filled anew where the block has moved."""
+
+    def __init__(self, recorded: RecordedLaunch, block: Block) -> None:
+        self._launch, self._room = recorded.launch, recorded.launch.kernel.room()
+        self._addresses = [descriptor.base.data_ptr() for descriptor in recorded.launch.descriptors]
+        self._offsets, self._described = (_offsets(each, block) for each in (recorded.arguments, recorded.descriptors))
+        self.call = self._room.call
+
+    def move(self, start: int) -> None:
+        """The block starts there now."""
+        launch, offsets = self._launch, self._offsets
+        values = [start + offsets[n] if n in offsets else value for n, value in enumerate(launch.values)]
+        packed = list(launch.packed) if not self._described else list[Any]()
+        if self._described:
+            for number, (descriptor, address) in enumerate(zip(launch.descriptors, self._addresses, strict=True)):
+                moved = start + self._described[number] if number in self._described else address
+                packed += described(descriptor, launch.compiled, number, moved)
+        launch.kernel.fill(self._room, *launch.grid, launch.stream, [*packed, *values])
+
+
+def _offsets(spots: Mapping[int, Spot], block: Block) -> dict[int, int]:
+    """Of parameters that point into the block how far in it."""
+    starts = {number: block.offset(buffer) for number, (buffer, _) in spots.items()}
+    return {number: start + spots[number][1] for number, start in starts.items() if start is not None}
+
+
+class Launches(NamedTuple):
+    """Launches that follow each other."""
+
+    launches: list[RecordedLaunch]
+
+
+class Tape:
+    """A step that can be done again, in a block of memory that it has only while it runs."""
+
+    def __init__(self, entries: Sequence[Entry | Launches], block: Block) -> None:
+        self._block, self._start = block, -1
+        self._launches: list[BoundLaunch] = []
+        self._steps: list[Callable[[Run], None]] = []
+        for entry in entries:
+            if isinstance(entry, Launches):
+                launches = [BoundLaunch(launch, block) for launch in entry.launches]
+                self._launches += launches
+                self._steps.append(_started([launch.call for launch in launches]))
+            else:
+                self._steps.append(entry.bound(block))
+
+    def replay(self, arguments: tuple[Any, ...]) -> None:
+        """Does it again.
+
+        Args:
+            arguments: for what varies.
+        """
+        start = self._block.take()
+        try:
+            if start != self._start:
+                self._start = start
+                for launch in self._launches:
+                    launch.move(start)
+            run = Run(arguments)
+            for step in self._steps:
+                step(run)
+        finally:
+            self._block.give_back()
+
+
+def _started(calls: Sequence[tuple[Any, ...]]) -> Callable[[Run], None]:
+    return lambda run: launch_all(calls)
