@@ -85,35 +85,41 @@ def test_weights_are_those_of_one_gpu(world_size: int) -> None:
             assert errors["weight"] < BOUND, f"{cell.optimizer} {cell.layout} {cell.options} step {step}: {errors}"
 
 
-def captured_and_eager(transport: Any, steps: int) -> tuple[float, bool]:
-    """How much the weights moved, and whether both optimizers end with the same bits."""
+def three_ways(transport: Any, steps: int) -> tuple[float, bool]:
+    """How much the weights moved, and whether steps as they are, replayed and captured ones end with the same bits."""
     mesh, generator = whole_mesh(), torch.Generator().manual_seed(0)
     shapes = [(96, 64)] * 3 + [(64, 96)] * 2 + [(64, 64)]
     start = [torch.randn(shape, generator=generator) for shape in shapes]
-    pair = [[nn.Parameter(place(value, Shard(0), mesh)) for value in start] for _ in range(2)]
-    optimizers = [NorDion2(parameters, lr=0.1, transport=transport) for parameters in pair]
-    optimizers[1].capture()
+    ways = [[nn.Parameter(place(value, Shard(0), mesh)) for value in start] for _ in range(3)]
+    optimizers = [NorDion2(parameters, lr=0.1, transport=transport) for parameters in ways]
+    optimizers[0]._runner._replay = None
+    optimizers[2].capture()
+    replayed = 0
     for _ in range(steps):
         for number, shape in enumerate(shapes):
             value = torch.randn(shape, generator=generator)
-            for parameters in pair:
+            for parameters in ways:
                 parameters[number].grad = place(value, Shard(0), mesh)
+        replay = optimizers[1]._runner._replay
+        assert replay is not None
+        replayed += replay._tape is not None
         for optimizer in optimizers:
             optimizer.step()
-    graph = optimizers[1]._runner._graph
+    assert replayed > steps // 2, replay._reason
+    graph = optimizers[2]._runner._graph
     assert graph is not None
     assert graph._graph is not None, "nothing was captured"
-    optimizers[1].release()
-    ends = [[parameter.to_local().detach() for parameter in parameters] for parameters in pair]
+    optimizers[2].release()
+    ends = [[parameter.to_local().detach() for parameter in parameters] for parameters in ways]
     before = [place(value, Shard(0), mesh).to_local() for value in start]
     moved = max(float((end - one).abs().max()) for end, one in zip(ends[0], before, strict=True))
-    return moved, all(map(torch.equal, *ends))
+    return moved, all(all(map(torch.equal, ends[0], each)) for each in ends[1:])
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("transport", ["full", "local", "capped", Capped(capacity=2.0)])
-def test_a_captured_step_over_nccl_equals_the_eager_one(transport: Any, world_size: int) -> None:
-    for moved, equal in pool(world_size, "cuda").run(captured_and_eager, transport, 24, timeout=110.0):
+def test_captured_and_replayed_steps_over_nccl_equal_those_as_they_are(transport: Any, world_size: int) -> None:
+    for moved, equal in pool(world_size, "cuda").run(three_ways, transport, 24, timeout=110.0):
         assert moved > 0.1
         assert equal
 

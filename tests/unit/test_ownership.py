@@ -4,16 +4,19 @@ import itertools
 import random
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import combinations
 from statistics import mean
 from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dion_comm_nccl import FullShard, LocalTopRows
 from dion_core.collectives import Group, SoloGroup
 from dion_core.layout import Axis, split_layout
-from dion_core.ownership import PARTS, SMALLEST_PART, assign_owners, cut, imbalance, newton_schulz_cost
+from dion_core.ownership import PARTS, SMALLEST_PART, assign_owners, cut, imbalance, in_order, newton_schulz_cost
 from dion_core.planning import block_assignment_payload
 from dion_core.selection import GlobalRows, LocalRows, Selector
 from dion_core.transport import Bucket, Transport
@@ -210,3 +213,45 @@ def test_loads_from_before_count_by_global_rank() -> None:
     owners, loads = assign_owners([3, 3, 3, 3], groups, before)
     assert owners == [1, 0, 0, 0]
     assert loads == {(0, 1): [8, 5], (2, 3): [7, 4]}
+
+
+def step_memory(held: list[int], work: list[int], order: list[int]) -> int:
+    """The most at one time, and the messages of the first and the last, counted one by one."""
+    most = 0
+    for place, number in enumerate(order):
+        here = work[number] + held[number]
+        if place > 0:
+            here += held[order[place - 1]]
+        if place + 1 < len(order):
+            here += held[order[place + 1]]
+        most = max(most, here)
+    return most + held[order[0]] + held[order[-1]]
+
+
+def test_a_small_bucket_goes_between_large_ones() -> None:
+    assert in_order([2, 2, 2], [1, 4, 4]) == [1, 0, 2]
+    assert in_order([5], [7]) == [0]
+    assert in_order([], []) == []
+    assert in_order([5, 1], [7, 9]) == [0, 1]  # nothing to save
+    assert in_order([3, 3, 3, 3], [2, 2, 2, 2]) == [0, 1, 2, 3]
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 200)), min_size=1, max_size=5))
+def test_orders_are_permutations_that_no_swap_improves(sizes: list[tuple[int, int]]) -> None:
+    held, work = [size for size, _ in sizes], [size for _, size in sizes]
+    order = in_order(held, work)
+    assert sorted(order) == list(range(len(sizes)))
+    found = step_memory(held, work, order)
+    assert found <= step_memory(held, work, list(range(len(sizes))))
+    for first, second in combinations(range(len(order)), 2):
+        if len(order) > 2:
+            swapped = list(order)
+            swapped[first], swapped[second] = order[second], order[first]
+            assert found <= step_memory(held, work, swapped)
+
+
+def test_many_buckets_are_ordered_soon() -> None:
+    held, work = [7 * n % 31 for n in range(120)], [11 * n % 97 for n in range(120)]
+    order = in_order(held, work)
+    assert sorted(order) == list(range(120))
+    assert step_memory(held, work, order) < step_memory(held, work, list(range(120)))

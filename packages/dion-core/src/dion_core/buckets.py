@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +19,7 @@ from dion_core.builtin import LocalExchange, ReplicatedExchange
 from dion_core.declared import SHARD, whole_shape
 from dion_core.layout import Axis, Layout, RowTables, in_pieces, joined
 from dion_core.newton_schulz import Orthogonalizer, orthogonalizer
-from dion_core.ownership import Loads, assign_owners, cut, newton_schulz_cost
+from dion_core.ownership import Loads, assign_owners, cut, in_order, newton_schulz_cost
 from dion_core.placements import has_address, local_tensor
 from dion_core.registry import Choice, check_axes
 from dion_core.rules import Rule, selector, update_scale
@@ -308,11 +309,23 @@ def make_buckets(
         for piece in _pieces(entries, load[entries[0][0].layout.ranks])
     ]
     lines = list(dict.fromkeys([None, *(bucket.line for bucket in buckets)]))
+    buckets = [bucket for line in lines for bucket in _in_order([each for each in buckets if each.line == line])]
     buckets.sort(key=lambda bucket: (not in_pieces(bucket.bucket.layout), lines.index(bucket.line)))
     loads |= own_loads
     if choice is not None:
         check_axes(choice, [b.bucket for b in buckets if in_pieces(b.bucket.layout)])
     return buckets, loads
+
+
+def _in_order(buckets: Sequence[MatrixBucket]) -> list[MatrixBucket]:
+    """The buckets of one line in the order in which they are stepped."""
+    held, work = [], []
+    for bucket in (each.bucket for each in buckets):
+        rows, columns = bucket.total_rows, bucket.shape[1]
+        most = max(Counter(bucket.owners).values())
+        held.append(2 * most * rows * columns * bucket.dtype.itemsize)  # rows sent and received
+        work.append(4 * most * min(rows, columns) ** 2 * torch.float16.itemsize)  # as the kernels for GPUs take it
+    return [buckets[number] for number in in_order(held, work)]
 
 
 def _owned(drafts: Sequence[Draft], before: Loads | None = None) -> tuple[list[list[tuple[Draft, int]]], Loads]:

@@ -89,7 +89,8 @@ class Presence:
     @cached_property
     def active(self) -> Tensor:
         """(P,) bool: some rank has a gradient, and the step is not skipped."""
-        return (self._agreed[:-1] > 0) & self.proceed
+        present = self._agreed[:-1] > 0
+        return present & self.proceed if self._may_skip else present
 
     @cached_property
     def masks(self) -> Sequence[Tensor]:
