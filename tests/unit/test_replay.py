@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -216,22 +216,31 @@ def test_what_is_kept_after_the_step_is_written_again_where_it_is() -> None:
     assert torch.equal(kept[0], values.given + 1)
 
 
+class Arriving(NamedTuple):
+    """Values that get to where they belong when they are waited for."""
+
+    target: Tensor
+    values: Tensor
+
+    def wait(self) -> None:
+        self.target.copy_(self.values)
+
+
 class Late:
     """A group whose messages arrive when they are waited for."""
 
     def __init__(self) -> None:
-        self.sent = 0
+        self.sent = self.prepared = 0
 
     @message
-    def broadcast(self, tensors: list[Tensor], source: int) -> Handle:
-        self.sent += 1
-        values = tensors[0] + source  # not recorded: the whole message is
+    def broadcast(self, tensors: list[Tensor], source: int) -> Callable[[], Handle]:
+        self.prepared += 1
 
-        class Pending:
-            def wait(self) -> None:
-                tensors[0].copy_(values)
+        def launch() -> Handle:
+            self.sent += 1
+            return Arriving(tensors[0], tensors[0] + source)  # not recorded: the whole message is
 
-        return Pending()
+        return launch
 
 
 def test_messages_are_sent_again_and_waited_for_where_they_were() -> None:
@@ -247,12 +256,12 @@ def test_messages_are_sent_again_and_waited_for_where_they_were() -> None:
 
     values.renew(0)
     made = taped(work)
-    assert group.sent == 2
+    assert (group.prepared, group.sent) == (4, 2)
     for seed in range(1, 4):
         values.renew(seed)
         made.replay(())
         torch.testing.assert_close(values.result, values.given - 2)
-    assert group.sent == 8
+    assert (group.prepared, group.sent) == (4, 8)
 
 
 def test_what_varies_gets_the_arguments_of_its_step() -> None:

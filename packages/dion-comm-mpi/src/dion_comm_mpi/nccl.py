@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -99,7 +100,7 @@ class NcclGroup:
         return replace(self, host=self.host.subgroup(ranks))
 
     @message
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Callable[[], Handle]:
         whole = adjacent(outputs)
 
         def start(stream: int) -> None:
@@ -109,49 +110,51 @@ class NcclGroup:
                 return
             self._exchange([tensor] * self.size, outputs, stream)
 
-        return self._launch("all_gather", [num_bytes(tensor)] * self.size, start, tensor)
+        return partial(self._launch, "all_gather", [num_bytes(tensor)] * self.size, start, tensor)
 
     @message
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
-        wide = tensor.float() if tensor.dtype in _HALF else tensor
-
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], Handle]:
         def start(stream: int) -> None:
+            wide = tensor.float() if tensor.dtype in _HALF else tensor
             place, kind = wide.data_ptr(), _TYPES[wide.dtype]
             self.communicator.allReduce(place, place, wide.numel(), kind, _operation(reduction), stream)
             if wide is not tensor:
                 tensor.copy_(wide)
 
-        return self._launch("all_reduce", [num_bytes(tensor)] * self.size, start, tensor)
+        return partial(self._launch, "all_reduce", [num_bytes(tensor)] * self.size, start, tensor)
 
     @message
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
-        wide = tensor.float() if tensor.dtype in _HALF else tensor
-
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Callable[[], Handle]:
         def start(stream: int) -> None:
+            wide = tensor.float() if tensor.dtype in _HALF else tensor
             target = output if wide is tensor else torch.empty(output.shape, dtype=wide.dtype, device=output.device)
             given, taken, kind = wide.data_ptr(), target.data_ptr(), _TYPES[wide.dtype]
             self.communicator.reduceScatter(given, taken, target.numel(), kind, _operation(reduction), stream)
             if target is not output:
                 output.copy_(target)
 
-        return self._launch("reduce_scatter", [num_bytes(output)] * self.size, start, output)
+        return partial(self._launch, "reduce_scatter", [num_bytes(output)] * self.size, start, output)
 
     @message
-    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+    def broadcast(self, tensor: Tensor, source: int) -> Callable[[], Handle]:
         def start(stream: int) -> None:
             place = tensor.data_ptr()
             self.communicator.broadcast(place, place, num_bytes(tensor), _BYTES, source, stream)
 
-        return self._launch("broadcast", [num_bytes(tensor) * (source == self.rank)] * self.size, start, tensor)
+        return partial(
+            self._launch, "broadcast", [num_bytes(tensor) * (source == self.rank)] * self.size, start, tensor
+        )
 
     @message
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> Handle:
+    ) -> Callable[[], Handle]:
         def start(stream: int) -> None:
             self._exchange(tensor.split(list(input_splits)), output.split(list(output_splits)), stream)
 
-        return self._launch("all_to_all", [split * tensor.element_size() for split in input_splits], start, tensor)
+        return partial(
+            self._launch, "all_to_all", [split * tensor.element_size() for split in input_splits], start, tensor
+        )
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], stream: int) -> None:
         """Sends the r-th piece to rank r and receives the r-th piece from it, all at a time."""

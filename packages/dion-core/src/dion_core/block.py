@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -46,10 +47,24 @@ class Use(NamedTuple):
 def arranged(uses: Sequence[Use]) -> tuple[list[int], int]:
     """Where each buffer starts, so that none overlaps another that is in use at the same time; and bytes in all.
 
-    The largest first, each as low as it goes.
+    Each as low as it goes, in the best of a few orders: the largest first, those that are used longest, as they come.
     """
+    orders: list[Callable[[Use], tuple[int, ...]]] = [
+        lambda use: (-use.num_bytes,),
+        lambda use: (-use.num_bytes * (use.end - use.first),),
+        lambda use: (use.first - use.end, -use.num_bytes),
+        lambda use: (use.first,),
+        lambda use: (-use.end,),
+    ]
+    numbers = range(len(uses))
+    placed = (_placed(uses, sorted(numbers, key=lambda number: key(uses[number]))) for key in orders)
+    return min(placed, key=itemgetter(1))
+
+
+def _placed(uses: Sequence[Use], order: Sequence[int]) -> tuple[list[int], int]:
+    """As `arranged`, in one order."""
     starts, placed = [0] * len(uses), list[int]()
-    for number in sorted(range(len(uses)), key=lambda number: -uses[number].num_bytes):
+    for number in order:
         use, start = uses[number], 0
         beside = [other for other in placed if uses[other].first < use.end and use.first < uses[other].end]
         for other in sorted(beside, key=starts.__getitem__):
@@ -66,7 +81,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 class Block:
-    """Memory that can be given back and taken again, while the tensors that were made of it stay.
+    """Memory, taken at once, that can be given back and taken again, while the tensors that were made of it stay.
 
     Args:
         num_bytes: of the memory, a multiple of `ALIGNMENT`.
@@ -85,7 +100,6 @@ class Block:
         self._num_bytes, self._starts, self._others = num_bytes, starts, others
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._storage = self._bytes.untyped_storage()
-        self.give_back()
 
     def take(self) -> int:
         """There is memory now, of which nothing is known; its address, which may be another one than before."""

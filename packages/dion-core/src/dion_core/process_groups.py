@@ -132,7 +132,7 @@ class TorchGroup:
         return replace(self, label=label)
 
     @message
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Callable[[], Handle]:
         def start() -> list[dist.Work]:
             whole = adjacent(outputs) if tensor.is_cuda and not self.order else None
             if whole is not None:  # NCCL gathers straight into it; a list it would fill by copies
@@ -144,32 +144,32 @@ class TorchGroup:
             outputs[self.rank].copy_(tensor)
             return [self._broadcast(output, rank) for rank, output in enumerate(outputs) if output.numel()]
 
-        return self._launch("all_gather", [num_bytes(tensor)] * self.size, start, tensor, *outputs)
+        return self._prepared("all_gather", [num_bytes(tensor)] * self.size, start, tensor, *outputs)
 
     @message
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], Handle]:
         def start() -> list[dist.Work]:
             return [dist.all_reduce(tensor, _operation(reduction), group=self.process_group, async_op=True)]
 
-        return self._launch("all_reduce", [num_bytes(tensor)] * self.size, start, tensor)
+        return self._prepared("all_reduce", [num_bytes(tensor)] * self.size, start, tensor)
 
     @message
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Callable[[], Handle]:
         def start() -> list[dist.Work]:
             parts, operation = self._as_processes(tensor.chunk(self.size)), _operation(reduction)
             return [dist.reduce_scatter(output, parts, operation, group=self.process_group, async_op=True)]
 
-        return self._launch("reduce_scatter", [num_bytes(output)] * self.size, start, output, tensor)
+        return self._prepared("reduce_scatter", [num_bytes(output)] * self.size, start, output, tensor)
 
     @message
-    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+    def broadcast(self, tensor: Tensor, source: int) -> Callable[[], Handle]:
         sent = [num_bytes(tensor) * (source == self.rank)] * self.size
-        return self._launch("broadcast", sent, lambda: [self._broadcast(tensor, source)], tensor)
+        return self._prepared("broadcast", sent, lambda: [self._broadcast(tensor, source)], tensor)
 
     @message
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> Handle:
+    ) -> Callable[[], Handle]:
         received, sent = ([split * tensor.element_size() for split in each] for each in (output_splits, input_splits))
 
         whole = (_as_bytes(output), _as_bytes(tensor))
@@ -179,28 +179,30 @@ class TorchGroup:
         def start() -> list[dist.Work]:
             return [dist.all_to_all_single(*whole, received, sent, group=self.process_group, async_op=True)]
 
-        return self._launch("all_to_all", sent, start, output, tensor)
+        return self._prepared("all_to_all", sent, start, output, tensor)
 
-    def _ordered_all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
+    def _ordered_all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Callable[[], Handle]:
         """Of bytes, a piece a rank."""
         sent = [len(piece) for piece in inputs]
         to, of = self._as_processes(outputs), self._as_processes(inputs)
         if inputs[0].is_cuda:
-            return self._launch(
+            return self._prepared(
                 "all_to_all",
                 sent,
                 lambda: [dist.all_to_all(to, of, group=self.process_group, async_op=True)],
                 *(*inputs, *outputs),
             )
         # gloo exchanges lists of equal lengths only
-        message, lengths = torch.cat(of), [len(piece) for piece in to]
-        arrived = message.new_empty(sum(lengths))
+        lengths, given_lengths = [len(piece) for piece in to], [len(piece) for piece in of]
+        arrived, given = inputs[0].new_empty(sum(lengths)), inputs[0].new_empty(sum(given_lengths))
 
         def start() -> list[dist.Work]:
-            sizes = lengths, [len(piece) for piece in of]
-            return [dist.all_to_all_single(arrived, message, *sizes, group=self.process_group, async_op=True)]
+            torch.cat(of, out=given)
+            sizes = lengths, given_lengths
+            return [dist.all_to_all_single(arrived, given, *sizes, group=self.process_group, async_op=True)]
 
-        return _Placing(self._launch("all_to_all", sent, start, arrived, message), to, split(arrived, lengths))
+        launch = self._prepared("all_to_all", sent, start, arrived, given)
+        return lambda: _Placing(launch(), to, split(arrived, lengths))
 
     def _as_processes(self, by_rank: Sequence[T]) -> list[T]:
         """What is given by rank of this group, by rank of the process group."""
@@ -213,16 +215,24 @@ class TorchGroup:
         work: dist.Work = dist.broadcast(whole, group=self.process_group, async_op=True, group_src=source)
         return work
 
-    def _launch(self, name: str, sent: Sequence[int], start: Callable[[], list[dist.Work]], *tensors: Tensor) -> Handle:
-        report_call(name, self.size, sent, self.label)
+    def _prepared(
+        self, name: str, sent: Sequence[int], start: Callable[[], list[dist.Work]], *tensors: Tensor
+    ) -> Callable[[], Handle]:
+        """What launches a collective that `start` starts."""
         what = f"{name} for {self.label or 'the optimizer'} on rank {dist.get_rank()} among ranks {self.ranks}"
-        with _named_errors(what):
-            works = start()
-        watched = None
-        if tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
-            watched = Watched(works)
-            WATCHDOG.watch([watched], what, *self._bound(tensors[0].device))
-        return _Pending(works, tensors, what, watched)
+        bound = self._bound(tensors[0].device) if tensors[0].is_cuda else None
+
+        def launch() -> Handle:
+            report_call(name, self.size, sent, self.label)
+            with _named_errors(what):
+                works = start()
+            watched = None
+            if bound is not None and not torch.cuda.is_current_stream_capturing():
+                watched = Watched(works)
+                WATCHDOG.watch([watched], what, *bound)
+            return _Pending(works, tensors, what, watched)
+
+        return launch
 
     def _bound(self, device: torch.device) -> tuple[float, Callable[[], None]]:
         """The seconds after which a watchdog ends what runs on the device, and how."""

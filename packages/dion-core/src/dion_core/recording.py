@@ -50,8 +50,8 @@ class Recorder(Protocol):
     def launch(self, launch: Launch) -> None:
         """Launches."""
 
-    def message(self, send: Callable[..., Handle], arguments: tuple[Any, ...]) -> Handle:
-        """Calls `send` with the arguments."""
+    def message(self, prepare: Callable[..., Callable[[], Handle]], arguments: tuple[Any, ...]) -> Handle:
+        """Prepares a collective and launches it."""
 
     def varying(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Calls the function with the arguments."""
@@ -84,15 +84,18 @@ def recorded_by(recorder: Recorder | None) -> Iterator[None]:
         _thread.recorder = before
 
 
-def message(send: Callable[P, Handle]) -> Callable[P, Handle]:
-    """Marks a collective of a `Group`, which is recorded as such and not by what it does."""
+def message(prepare: Callable[P, Callable[[], Handle]]) -> Callable[P, Handle]:
+    """Makes a collective of a `Group` of what prepares it and returns what launches it.
 
-    @wraps(send)
+    When it is recorded, it is prepared once for all replays, so preparing must not look at values.
+    """
+
+    @wraps(prepare)
     def told(*arguments: P.args, **names: P.kwargs) -> Handle:
         if _thread.recorder is None:
-            return send(*arguments, **names)
+            return prepare(*arguments, **names)()
         assert not names
-        return _thread.recorder.message(send, arguments)
+        return _thread.recorder.message(prepare, arguments)
 
     return told
 

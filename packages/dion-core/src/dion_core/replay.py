@@ -134,11 +134,11 @@ class Recording(TorchDispatchMode):
             self.entries.append(last)
         last.launches.append(RecordedLaunch(replace(launch, arguments=arguments), spots, described))
 
-    def message(self, send: Callable[..., Handle], arguments: tuple[Any, ...]) -> Handle:
+    def message(self, prepare: Callable[..., Callable[[], Handle]], arguments: tuple[Any, ...]) -> Handle:
         number, self._num_messages = self._num_messages, self._num_messages + 1
-        self.entries.append(Message(send, self._kept(arguments), number))
+        self.entries.append(Message(prepare, self._kept(arguments), number))
         with self.paused():
-            return _WaitedFor(send(*arguments), number, self)
+            return _WaitedFor(prepare(*arguments)(), number, self)
 
     def varying(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self.entries.append(Varying(function))

@@ -46,15 +46,15 @@ class Operation(NamedTuple):
 class Message(NamedTuple):
     """A collective that is launched."""
 
-    send: Callable[..., Handle]
+    prepare: Callable[..., Callable[[], Handle]]
     arguments: list[Any]
     number: int
 
     def bound(self, block: Block) -> Callable[[Run], None]:
-        send, number, arguments = self.send, self.number, block.tensors(self.arguments)
+        number, launch = self.number, self.prepare(*block.tensors(self.arguments))
 
         def do(run: Run) -> None:
-            run.handles[number] = send(*arguments)
+            run.handles[number] = launch()
 
         return do
 
@@ -142,6 +142,7 @@ class Tape:
                 self._steps.append(_started([launch.call for launch in launches]))
             else:
                 self._steps.append(entry.bound(block))
+        block.give_back()
 
     def replay(self, arguments: tuple[Any, ...]) -> None:
         """Does it again.

@@ -6,9 +6,10 @@ and size (a rank receives what it sent), but is not what other ranks would send:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import ClassVar
 
@@ -79,70 +80,74 @@ class LoopbackGroup:
         return self
 
     @message
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Handle:
-        pieces = [_resized(tensor, output.numel()) for output in outputs]
-        return self._send(list(outputs), pieces, tensor)
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Callable[[], Handle]:
+        return partial(self._send, [copy for output in outputs for copy in _fill(output, tensor)], tensor)
 
     @message
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Handle:
-        return self._send([], [], tensor)
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], Handle]:
+        return partial(self._send, [], tensor)
 
     @message
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Handle:
-        return self._send([output], [tensor[: output.numel()]], tensor)
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Callable[[], Handle]:
+        return partial(self._send, [(output, tensor[: output.numel()])], tensor)
 
     @message
-    def broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return self._send([], [], tensor)
+    def broadcast(self, tensor: Tensor, source: int) -> Callable[[], Handle]:
+        return partial(self._send, [], tensor)
 
     @message
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> Handle:
+    ) -> Callable[[], Handle]:
         if list(output_splits) == list(input_splits):
-            return self._send([output], [tensor], tensor)
+            return partial(self._send, [(output, tensor)], tensor)
         own = tensor.narrow(0, sum(input_splits[: self.rank]), input_splits[self.rank])
-        outputs, pieces, start = [], [], 0
-        for length, group in groupby(output_splits):  # those that get equally much get it by one copy
+        copies, start = list[_Copy](), 0
+        for length, group in groupby(output_splits):  # of equal lengths one copy fills all
             number = len(list(group))
-            if length:
-                outputs.append(output.narrow(0, start, number * length).view(number, length))
-                pieces.append(_resized(own, length))
+            pieces = output.narrow(0, start, number * length).view(number, length)
+            copies += (
+                _fill(pieces, own) if length <= len(own) else [each for piece in pieces for each in _fill(piece, own)]
+            )
             start += number * length
-        return self._send(outputs, pieces, tensor)
+        return partial(self._send, copies, tensor)
 
-    def _send(self, outputs: list[Tensor], pieces: list[Tensor], message: Tensor) -> Handle:
+    def _send(self, copies: list[_Copy], message: Tensor) -> Handle:
         if self.wire is None or not message.is_cuda:
-            if outputs:
-                _copy(outputs, pieces)
+            _do(copies)
             return _Arrived()
         stream = self._streams.setdefault(message.device, torch.cuda.Stream(message.device))
         stream.wait_stream(torch.cuda.current_stream(message.device))
         remote = message.numel() * message.element_size() * (self.size - 1) // self.size
         with torch.cuda.stream(stream):
             torch.cuda._sleep(int(self.wire.seconds(remote) * _cycles_per_second(message.device)))
-            if outputs:
-                _copy(outputs, pieces)
-            return _UnderWay(stream.record_event(), (message, *outputs))
+            _do(copies)
+            return _UnderWay(stream.record_event(), (message, *(output for output, _ in copies)))
 
 
-def _copy(outputs: list[Tensor], pieces: list[Tensor]) -> None:
-    if len(outputs) > 2:
-        torch._foreach_copy_(outputs, pieces)
+_Copy = tuple[Tensor, Tensor]
+"""To where, and what."""
+
+
+def _do(copies: list[_Copy]) -> None:
+    if len(copies) > 2:
+        torch._foreach_copy_([output for output, _ in copies], [piece for _, piece in copies])
         return
-    for output, piece in zip(outputs, pieces, strict=True):
+    for output, piece in copies:
         output.copy_(piece)
 
 
-def _resized(piece: Tensor, length: int) -> Tensor:
-    """The piece repeated, or its start, so that it has the length."""
-    if piece.numel() == length:
-        return piece
-    if piece.numel() > length:
-        return piece[:length]
-    if not piece.numel():
-        return piece.new_zeros(length)
-    return piece.repeat(-(-length // piece.numel()))[:length]
+def _fill(output: Tensor, piece: Tensor) -> list[_Copy]:
+    """The copies that fill the last dimension of `output` by the start of the piece, or by the piece again and again."""
+    length, own = output.shape[-1], len(piece)
+    if not output.numel():
+        return []
+    if not own:
+        return [(output, output.new_zeros(()))]
+    if length <= own:
+        return [(output, piece[:length])]
+    whole = length // own * own
+    return [(output[:whole].view(-1, own), piece), *_fill(output[whole:], piece)]
 
 
 _CYCLES: dict[torch.device, float] = {}
