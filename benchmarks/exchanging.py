@@ -11,13 +11,12 @@ from dion_core.collectives import Group
 from dion_core.inventories import INVENTORIES, Inventory
 from dion_core.layout import Axis, RowTables, split_layout
 from dion_core.ownership import assign_owners, newton_schulz_cost
-from dion_core.pipeline import BUCKETS_IN_FLIGHT
 from dion_core.process_groups import group_of
 from dion_core.registry import available_transports
 from dion_core.rows import Rows, RowSelection
 from dion_core.rules import selector
 from dion_core.selection import Selector
-from dion_core.steps import Steps, interleave, run
+from dion_core.steps import BUCKETS_IN_FLIGHT, Steps, interleave, run
 from dion_core.transport import Bucket, Exchange
 
 

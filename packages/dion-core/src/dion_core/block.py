@@ -47,14 +47,22 @@ class Use(NamedTuple):
 def arranged(uses: Sequence[Use]) -> tuple[list[int], int]:
     """Where each buffer starts, so that none overlaps another that is in use at the same time; and bytes in all.
 
-    Each as low as it goes, in the best of a few orders: the largest first, those that are used longest, as they come.
+    Each as low as it goes, in the best of a few orders: the largest first, or those that are used longest, or those
+    that are there when most memory is needed, as they come or the last one first, and then those that are used longest.
     """
+    times = sorted({use.first for use in uses})
+    fullest = max(times, key=lambda time: sum(use.num_bytes for use in uses if use.first <= time < use.end), default=0)
+
+    def is_other(use: Use) -> bool:
+        return not use.first <= fullest < use.end
+
     orders: list[Callable[[Use], tuple[int, ...]]] = [
         lambda use: (-use.num_bytes,),
         lambda use: (-use.num_bytes * (use.end - use.first),),
         lambda use: (use.first - use.end, -use.num_bytes),
-        lambda use: (use.first,),
-        lambda use: (-use.end,),
+        lambda use: (is_other(use), use.first - use.end if is_other(use) else -use.first),
+        lambda use: (is_other(use), use.first - use.end if is_other(use) else use.first),
+        lambda use: (is_other(use), use.first - use.end if is_other(use) else -use.num_bytes),
     ]
     numbers = range(len(uses))
     placed = (_placed(uses, sorted(numbers, key=lambda number: key(uses[number]))) for key in orders)

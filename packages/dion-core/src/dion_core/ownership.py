@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Protocol
 
+from dion_core.steps import BUCKETS_IN_FLIGHT, Steps, interleave
+
 PARTS = 4
 """A bucket that holds more than this part of a rank's work is cut, so that its messages overlap with its work."""
 SMALLEST_PART = 2 * 5120**3
@@ -101,22 +103,21 @@ def cut(owners: Sequence[int], cost: int, load: Sequence[int]) -> list[int]:
 def in_order(held: Sequence[int], work: Sequence[int]) -> list[int]:
     """The numbers of buckets in an order in which a step needs little memory, found by swaps that each save some.
 
-    While a bucket is worked on, the rows of the next one are under way, and the results of the one before. So large
-    ones do not stand side by side where a small one can stand between. As much counts that the messages of the first
-    and the last are under way while nothing is worked on.
+    While a bucket is worked on, the rows of others are under way, and the results of those before it. So large ones do
+    not stand side by side where a small one can stand between. As much counts that the messages of the first and the
+    last are under way while nothing is worked on.
 
     Example: of buckets that hold 2, 2 and 2 and take 1, 4 and 4 to be worked on, the first goes between the others:
-    4 + 2 + 2 instead of 4 + 2 + 2 + 2.
+    4 + 2 + 2 + 1 instead of 4 + 2 + 2 + 2, since of the first of three only the results are left when the third is
+    worked on.
 
     Args:
-        held: by bucket, the bytes of its messages.
+        held: by bucket, the bytes of its messages, half of them sent and half received.
         work: by bucket, the bytes that it takes besides while it is worked on.
     """
 
     def cost(order: Sequence[int]) -> int:
-        around = [0, *(held[number] for number in order), 0]
-        needed = [work[number] + sum(around[place : place + 3]) for place, number in enumerate(order)]
-        return max(needed) + around[1] + around[-2]
+        return _most([(held[number], work[number]) for number in order]) + held[order[0]] + held[order[-1]]
 
     order = list(range(len(held)))
     improved = len(order) > 2
@@ -129,3 +130,21 @@ def in_order(held: Sequence[int], work: Sequence[int]) -> list[int]:
                 if cost(swapped) < cost(order):
                     order, improved = swapped, True
     return order
+
+
+def _most(sizes: Sequence[tuple[int, int]]) -> int:
+    """The most bytes that a step of buckets in this order needs at one time, each given by `held` and `work`."""
+    now = most = 0
+
+    def bucket(held: int, work: int) -> Steps[None]:
+        nonlocal now, most
+        now += held
+        yield  # rows are under way
+        most = max(most, now + work)
+        yield  # results are
+        now -= held // 2
+        yield  # row statistics are
+        now -= held - held // 2
+
+    interleave([bucket(*each) for each in sizes], in_flight=BUCKETS_IN_FLIGHT)
+    return most

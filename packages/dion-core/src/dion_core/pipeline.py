@@ -27,13 +27,10 @@ from dion_core.presence import Presence
 from dion_core.recording import varying
 from dion_core.rows import RowSelection, overflowing_rows
 from dion_core.selection import added_scores, whole_scores
-from dion_core.steps import Steps, interleave, run
+from dion_core.steps import BUCKETS_IN_FLIGHT, Steps, interleave, run
 
 Refusal = tuple[Tensor, Tensor, Tensor]
 """Of a bucket the counter of rows refused, and how many rows of each matrix were chosen and admitted."""
-
-BUCKETS_IN_FLIGHT = 3
-"""One whose rows are under way, one that is orthogonalized, and one whose results come back."""
 
 
 def step_matrices(

@@ -12,10 +12,10 @@ from dion_core.buckets import MatrixBucket
 from dion_core.collectives import num_bytes
 from dion_core.delivery import Target
 from dion_core.ownership import imbalance
-from dion_core.pipeline import BUCKETS_IN_FLIGHT
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan
 from dion_core.state import WAITED, State
+from dion_core.steps import BUCKETS_IN_FLIGHT
 from dion_core.transport import Traffic
 
 Report = dict[str, Any]

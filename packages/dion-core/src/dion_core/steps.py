@@ -15,6 +15,9 @@ T = TypeVar("T")
 
 Steps = Generator[None, None, T]
 
+BUCKETS_IN_FLIGHT = 3
+"""One whose rows are under way, one that is orthogonalized, and one whose results come back."""
+
 
 def done(value: T) -> Steps[T]:
     """Steps that communicate nothing and give `value`: for what is a generator only because others must be one."""

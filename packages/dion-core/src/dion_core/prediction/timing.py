@@ -12,10 +12,9 @@ from functools import lru_cache
 
 from dion_core.newton_schulz import NewtonSchulz
 from dion_core.newton_schulz_kernels.listing import list_products
-from dion_core.pipeline import BUCKETS_IN_FLIGHT
 from dion_core.prediction.machine import Machine, rate_at
 from dion_core.prediction.traffic import Sent
-from dion_core.steps import Steps, interleave
+from dion_core.steps import BUCKETS_IN_FLIGHT, Steps, interleave
 
 STAGES = ("accumulate", "select", "take", "exchange", "newton_schulz", "normalize", "update", "elementwise")
 """In the order of a step. "elementwise" is AdamW and Lion, "select" with the gathered scores."""

@@ -138,7 +138,7 @@ def _do(copies: list[_Copy]) -> None:
 
 
 def _fill(output: Tensor, piece: Tensor) -> list[_Copy]:
-    """The copies that fill the last dimension of `output` by the start of the piece, or by the piece again and again."""
+    """The copies that fill the last dimension of `output` by the start of the piece, or by the piece over and over."""
     length, own = output.shape[-1], len(piece)
     if not output.numel():
         return []
