@@ -72,7 +72,8 @@ def matrices(tensors: Sequence[Tensor | None], addresses: Tensor, like: Tensor) 
         addresses: (N,) int64 of the tensors as returned, which may be written later than this is called.
         like: (R, C), what they are like where all are missing.
     """
-    present = [tensor for tensor in tensors if tensor is not None]
+    missing = type(None) in set(map(type, tensors))
+    present: Sequence[Any] = [tensor for tensor in tensors if tensor is not None] if missing else tensors
     # Of contiguous tensors, which it is faster to find out, strides differ where only one element lies.
     dense = all(map(Tensor.is_contiguous, present)) and len(set(map(_DTYPE, present))) <= 1
     if not dense and not alike(present):
@@ -102,10 +103,9 @@ def stacked(tensors: Sequence[Tensor | None], like: Tensor | None = None) -> Mat
 
 def starts(tensors: Sequence[Tensor | None]) -> list[int]:
     """The address of every tensor; 0 where it is missing."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    if len(present) == len(tensors):
-        return list(map(Tensor.data_ptr, present))
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    if type(None) in set(map(type, tensors)):
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return list(map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
 
 
 class DeviceNumbers:
