@@ -19,7 +19,7 @@ STAGES = {
     "accumulate": ("_accumulate",),
     "take": ("_take_and_decay",),
     "select": ("_choose", "sort", "radix", "indexselect", "_admit", "_with_age", "_wait_kernel"),
-    "wire": ("multi_tensor_apply", "memcpy dtod", "nccl", "spin_kernel"),
+    "wire": ("multi_tensor_apply", "memcpy dtod", "copy_kernel", "nccl", "spin_kernel"),
     "Newton-Schulz": ("gemm", "nvjet", "products_kernel", "_normalize_kernel", "_row_norms", "_move_kernel", "_places"),
     "normalize": ("_factors", "_scale_kernel", "_sums"),
     "update": ("_update", "_place_kernel"),

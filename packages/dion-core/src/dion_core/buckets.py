@@ -309,8 +309,10 @@ def make_buckets(
         for piece in _pieces(entries, load[entries[0][0].layout.ranks])
     ]
     lines = list(dict.fromkeys([None, *(bucket.line for bucket in buckets)]))
-    buckets = [bucket for line in lines for bucket in _in_order([each for each in buckets if each.line == line])]
-    buckets.sort(key=lambda bucket: (not in_pieces(bucket.bucket.layout), lines.index(bucket.line)))
+    sent = [bucket for bucket in buckets if in_pieces(bucket.bucket.layout)]
+    here = [bucket for bucket in buckets if not in_pieces(bucket.bucket.layout)]
+    buckets = [each for line in lines for each in _in_order([bucket for bucket in sent if bucket.line == line])]
+    buckets += sorted(here, key=lambda bucket: lines.index(bucket.line))
     loads |= own_loads
     if choice is not None:
         check_axes(choice, [b.bucket for b in buckets if in_pieces(b.bucket.layout)])
@@ -318,7 +320,7 @@ def make_buckets(
 
 
 def _in_order(buckets: Sequence[MatrixBucket]) -> list[MatrixBucket]:
-    """The buckets of one line in the order in which they are stepped."""
+    """Those of one line whose rows are sent, in the order in which they are stepped."""
     held, work = [], []
     for bucket in (each.bucket for each in buckets):
         rows, columns = bucket.total_rows, bucket.shape[1]

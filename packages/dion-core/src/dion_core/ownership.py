@@ -117,7 +117,7 @@ def in_order(held: Sequence[int], work: Sequence[int]) -> list[int]:
     """
 
     def cost(order: Sequence[int]) -> int:
-        return _most([(held[number], work[number]) for number in order]) + held[order[0]] + held[order[-1]]
+        return most_at_once([(held[number], work[number]) for number in order]) + held[order[0]] + held[order[-1]]
 
     order = list(range(len(held)))
     improved = len(order) > 2
@@ -132,7 +132,7 @@ def in_order(held: Sequence[int], work: Sequence[int]) -> list[int]:
     return order
 
 
-def _most(sizes: Sequence[tuple[int, int]]) -> int:
+def most_at_once(sizes: Sequence[tuple[int, int]]) -> int:
     """The most bytes that a step of buckets in this order needs at one time, each given by `held` and `work`."""
     now = most = 0
 

@@ -11,11 +11,10 @@ from torch import Tensor
 from dion_core.buckets import MatrixBucket
 from dion_core.collectives import num_bytes
 from dion_core.delivery import Target
-from dion_core.ownership import imbalance
+from dion_core.ownership import imbalance, most_at_once
 from dion_core.placements import local_tensor
 from dion_core.plan import Plan
 from dion_core.state import WAITED, State
-from dion_core.steps import BUCKETS_IN_FLIGHT
 from dion_core.transport import Traffic
 
 Report = dict[str, Any]
@@ -84,7 +83,7 @@ def _workspace(plan: Plan, reports: Sequence[Report]) -> int:
 
 
 def workspace_bytes(plan: Plan, reports: Sequence[Report], inside: Sequence[int]) -> int:
-    """Bytes that a step needs besides what stays: at most `BUCKETS_IN_FLIGHT` buckets hold buffers.
+    """Bytes that a step needs besides what stays.
 
     Args:
         plan: of the optimizer.
@@ -97,9 +96,7 @@ def workspace_bytes(plan: Plan, reports: Sequence[Report], inside: Sequence[int]
         rows = bucket.shape[0] if gathers else bucket.layout.max_rows(bucket.group.rank)
         tables = TABLE_BYTES * bucket.num_matrices * (rows + bucket.layout.group.size)
         buffers.append(report["traffic"]["bytes"] + tables)
-    starts = range(max(1, len(buffers) - BUCKETS_IN_FLIGHT + 1)) if buffers else ()
-    together = [slice(start, start + BUCKETS_IN_FLIGHT) for start in starts]
-    return max((sum(buffers[each]) + max(inside[each]) for each in together), default=0)
+    return most_at_once(list(zip(buffers, inside, strict=True)))
 
 
 def _rows(buckets: Sequence[Report], states: Mapping[Tensor, State], past: Sequence[int]) -> Report:
