@@ -1,16 +1,20 @@
 """Tensors as operands hold the values that they were given, and the state of a step is the one that a parameter has."""
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
 from dion_core import NorDion2
+from dion_core.buckets import MemberGradients
 from dion_core.matrices import Matrices, stacked
-from dion_core.operands import _DeviceTable
+from dion_core.operands import StepOperands, _DeviceTable
+from dion_core.testing.loopback import loopback
 
 SHAPE = (4, 8)
 
@@ -131,3 +135,81 @@ def test_a_gradient_that_is_still_on_its_way_is_waited_for() -> None:
     assert type(optimizer._plan.members[1].gradient()) is Tensor
     optimizer.step()
     assert torch.equal(plain, late)
+
+
+def move(tensor: Tensor) -> Tensor:
+    tensor.data = tensor.data.clone()
+    return tensor
+
+
+def transpose(tensor: Tensor) -> Tensor:
+    tensor.data = tensor.data.t()
+    return tensor
+
+
+@pytest.mark.parametrize("role", ["parameters", "momentum", "gradients", "second_moment"])
+@pytest.mark.parametrize("change", [move, transpose, torch.clone], ids=["moved", "transposed", "replaced"])
+def test_addresses_follow_tensors_that_change(role: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Of square matrices, so that a transposed one has the same shape, at the same address."""
+    parameters = [nn.Parameter(torch.randn(4, 4)) for _ in range(3)]
+    optimizer = NorDion2(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.randn(4, 4)
+    operands = StepOperands(optimizer._plan.buckets)
+    operands._tables = [_DeviceTable(optimizer._plan.buckets, [0])]  # as on a GPU
+
+    def check() -> None:
+        gradients = [parameter.grad for parameter in parameters]
+        (found,) = operands.of_step(optimizer.state, [gradients])
+        states = [optimizer.state[parameter] for parameter in parameters]
+        of_states = {name: [state[name] for state in states] for name in ("momentum", "second_moment")}
+        wanted = {"parameters": parameters, "gradients": gradients, **of_states}
+        for name, tensors in wanted.items():
+            by_address = getattr(found, name)
+            if isinstance(by_address, Matrices):
+                assert by_address.addresses.tolist() == [each.data_ptr() for each in by_address]
+                assert all(each.stride() == by_address.stride for each in by_address)
+            assert all(map(torch.equal, by_address, tensors))
+            if name != "gradients":
+                assert [each.data_ptr() for each in by_address] == [each.data_ptr() for each in tensors]
+
+    for _ in range(3):
+        check()
+    if role == "parameters":
+        if change is torch.clone:
+            return  # a parameter is never replaced by another one
+        change(parameters[1])
+    elif role == "gradients":
+        gradient = parameters[1].grad
+        assert gradient is not None
+        parameters[1].grad = change(gradient)
+    else:
+        if role == "second_moment" and change is transpose:
+            return  # a column
+        optimizer.state[parameters[1]][role] = change(optimizer.state[parameters[1]][role])
+    for _ in range(3):
+        check()
+    optimizer.param_groups[0]["lr"] = 0.125
+    (found,) = operands.of_step(optimizer.state, [[parameter.grad for parameter in parameters]])
+    assert float(found.scalars["lr"]) == 0.125
+
+
+def test_gradients_of_sharded_parameters_are_checked_where_they_differ() -> None:
+    with loopback(2, "cpu") as (mesh, _):
+        shards = [torch.randn(4, 6) for _ in range(3)]
+        parameters = [nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)], run_check=False)) for shard in shards]
+        members = NorDion2(parameters)._plan.members
+        gradients = MemberGradients(members)
+        for _ in range(3):
+            given = [torch.randn(4, 6) for _ in parameters]
+            for parameter, gradient in zip(parameters, given, strict=True):
+                parameter.grad = DTensor(gradient, parameter._spec, requires_grad=False)
+            assert all(map(torch.equal, gradients.of_step(), given))
+        parameters[1].grad = None
+        assert [gradient is None for gradient in gradients.of_step()] == [False, True, False]
+        parameters[1].grad = DTensor.from_local(torch.randn(8, 3), mesh, [Shard(1)], run_check=False)
+        with pytest.raises(ValueError, match="placements"):
+            gradients.of_step()
+        late = DTensor(AsyncCollectiveTensor(given[1]), parameters[1]._spec, requires_grad=False)
+        parameters[1].grad = late
+        assert [type(gradient) for gradient in gradients.of_step()] == [Tensor] * 3
