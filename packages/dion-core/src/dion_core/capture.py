@@ -144,7 +144,8 @@ def form(plan: Plan, operands: Sequence[Operands]) -> Hashable:
 
 def _frozen(value: object) -> Hashable:
     """Equal for equal options, also where one is changed in place."""
-    return value if value is None or isinstance(value, str | int | float) else stable_repr(value)
+    parts = value if isinstance(value, tuple) else (value,)
+    return value if all(part is None or isinstance(part, str | int | float) for part in parts) else stable_repr(value)
 
 
 def form_of_others(plan: Plan, state: States) -> Hashable:

@@ -122,9 +122,9 @@ class DeviceNumbers:
         """(num_floats,) float64."""
         self._written = b""
 
-    def write(self, integers: Sequence[int], floats: Sequence[float]) -> None:
+    def write(self, integers: array[int], floats: Sequence[float]) -> None:
         """Brings the numbers to the device, on the current stream, if any has changed since the last call."""
-        content = array("q", integers).tobytes() + array("d", floats).tobytes()
+        content = integers.tobytes() + array("d", floats).tobytes()
         if content == self._written:
             return
         # The host allocator of torch keeps pinned memory from reuse until the copy is done.

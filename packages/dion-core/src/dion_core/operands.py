@@ -7,8 +7,10 @@ rewrites by one pinned copy a step. A captured step therefore follows new gradie
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -94,7 +96,9 @@ class StepOperands:
         if entries != self._known:
             self._sources = [_Source(bucket, state) for bucket in self._buckets]
             self._known, self._last, self._lasting = entries, [], _Lasting(self._sources)
-        if self._tables and self._lasting.stayed() and self._last:
+        stayed = bool(self._tables) and self._lasting.stayed()
+        self._last = self._last if stayed else []
+        if self._last:
             news = zip(self._last, gradients, self._sources, strict=True)
             operands = [last.with_other(new, source.scalars) for last, new, source in news]
         else:
@@ -103,7 +107,7 @@ class StepOperands:
             on_device = table.of_step([operands[number] for number in table.numbers])
             for number, each in zip(table.numbers, on_device, strict=True):
                 operands[number] = each
-        self._last = [each.with_other((), each.scalars) for each in operands]
+        self._last = self._last or [each.with_other((), each.scalars) for each in operands]
         return operands
 
 
@@ -121,7 +125,7 @@ class Rates:
         for group, numbers in zip(self._groups, self._on_device, strict=True):
             rate = group["lr"]
             if numbers is not None:
-                numbers.write([], [_host_value(rate)])
+                numbers.write(array("q"), [_host_value(rate)])
                 if isinstance(rate, Tensor) and rate.is_cuda:
                     numbers.floats.copy_(rate)
                 rate = numbers.floats[0]
@@ -148,36 +152,52 @@ class _DeviceTable:
             elif not bucket.addressable:
                 logger.info("%s: tensors that wrap others; plain torch, not kernels", bucket.bucket.name)
         self._values = DeviceNumbers(sum(sizes), len(SCALARS) * len(buckets), buckets[0].bucket.device)
-        tables = torch.split_with_sizes(self._values.integers, sizes)
-        places = [table[:count] for table, count in zip(tables, counts, strict=True)]
-        self._places = [places[start : start + len(ROLES)] for start in range(0, len(places), len(ROLES))]
+        starts = iter(accumulate(sizes, initial=0))
+        self._addresses = array("q", [0] * sum(sizes))
+        self._starts = [{role: next(starts) for role in ROLES} for _ in buckets]
+        self._places = [
+            {
+                role: self._values.integers[start : start + bucket.bucket.num_matrices]
+                for role, start in of_bucket.items()
+            }
+            for bucket, of_bucket in zip(buckets, self._starts, strict=True)
+        ]
         scalars = iter(self._values.floats.unbind())
         self._scalars = [{name: next(scalars) for name in SCALARS} for _ in buckets]
         self._known: list[dict[str, Matrices]] = [{} for _ in buckets]
 
     def of_step(self, given: Sequence[Operands]) -> list[Operands]:
+        """The operands by address; where they are so already, from an earlier step, only gradients are looked at."""
         made: list[Operands] = []
-        addresses: list[int] = []
-        values: list[float] = []
-        tables = zip(given, self._places, self._scalars, self._known, self._plain, strict=True)
-        for operands, places, scalars, known, plain in tables:
-            found: dict[str, Sequence[Any]] = {}
-            for role, place in zip(ROLES, places, strict=True):
-                if plain:  # of different shapes or without addresses: no kernel can go through them
-                    found[role] = getattr(operands, role)
-                else:
-                    found[role] = _found(role, operands, place, known)
-                each = found[role]
-                addresses += (isinstance(each, Matrices) and each.starts) or [0] * len(place)
-                addresses += [0] * (len(place) % 2)
-            values += [_host_value(value) for value in operands.scalars.values()]
-            made.append(Operands(**found, scalars=scalars))
-        self._values.write(addresses, values)
+        for number, operands in enumerate(given):
+            if isinstance(operands.parameters, Matrices):
+                place = self._places[number]["gradients"]
+                gradients = self._noted(
+                    number, "gradients", _on_device("gradients", operands.gradients, place, operands.parameters[0])
+                )
+                made.append(operands.with_other(gradients, self._scalars[number]))
+                continue
+            if self._plain[number]:  # of different shapes or without addresses: no kernel can go through them
+                found = {role: getattr(operands, role) for role in ROLES}
+            else:
+                known, places = self._known[number], self._places[number].items()
+                found = {role: _found(role, operands, place, known) for role, place in places}
+            by_address = {role: self._noted(number, role, each) for role, each in found.items()}
+            made.append(Operands(**by_address, scalars=self._scalars[number]))
+        values = [_host_value(value) for operands in given for value in operands.scalars.values()]
+        self._values.write(self._addresses, values)
         for operands, scalars in zip(given, self._scalars, strict=True):
             for name, value in operands.scalars.items():
                 if isinstance(value, Tensor) and value.is_cuda:
                     scalars[name].copy_(value)
         return made
+
+    def _noted(self, number: int, role: str, tensors: Sequence[Any]) -> Sequence[Any]:
+        """The tensors, whose addresses are to be sent."""
+        start, length = self._starts[number][role], len(self._places[number][role])
+        addresses = tensors.starts if isinstance(tensors, Matrices) and tensors.starts else [0] * length
+        self._addresses[start : start + length] = array("q", addresses)
+        return tensors
 
 
 class _Source:
@@ -258,8 +278,6 @@ def _locals(tensors: Sequence[Any], sharded: bool) -> Sequence[Any]:
 def _found(role: str, operands: Operands, place: Tensor, known: dict[str, Matrices]) -> Sequence[Any]:
     """The tensors of one role by address; what lies where it did is not looked at again, but for gradients."""
     tensors, before = getattr(operands, role), known.get(role)
-    if isinstance(tensors, Matrices):  # of an earlier step
-        return tensors
     if before is not None and before.holds(tensors):
         return before
     found = _on_device(role, tensors, place, operands.parameters[0])

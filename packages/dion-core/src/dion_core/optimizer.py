@@ -160,7 +160,8 @@ class MatrixOptimizer(Optimizer):
             found_inf=getattr(self, "found_inf", None),
         )
         step_all(plan, self.state, operands, presence, rates)
-        self._skipped += presence.skipped
+        if presence.may_skip:
+            self._skipped += presence.skipped
 
     def _gradients(self) -> list[Tensor | None]:
         """This rank's gradients, divided by the scale of a loss scaler that has not done so itself."""

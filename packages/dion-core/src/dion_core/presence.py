@@ -57,7 +57,7 @@ class Presence:
                 None without a scaler.
         """
         self.gradients = gradients
-        self._may_skip = skip_nonfinite or found_inf is not None
+        self.may_skip = skip_nonfinite or found_inf is not None
         self._device = device
         here = tuple(gradient is not None for gradient in gradients)
         self._flags = (_complete(len(here), device) if all(here) else _flags(here, device)).clone()
@@ -82,7 +82,7 @@ class Presence:
     @cached_property
     def proceed(self) -> Tensor:
         """0-dim bool: the step is not skipped. Waits for the reduction only where a step can be skipped."""
-        if not self._may_skip:
+        if not self.may_skip:
             return _always(self._device)
         return self.skipped == 0
 
@@ -90,7 +90,7 @@ class Presence:
     def active(self) -> Tensor:
         """(P,) bool: some rank has a gradient, and the step is not skipped."""
         present = self._agreed[:-1] > 0
-        return present & self.proceed if self._may_skip else present
+        return present & self.proceed if self.may_skip else present
 
     @cached_property
     def masks(self) -> Sequence[Tensor]:

@@ -38,6 +38,9 @@ _EMPTY = {
 }
 """Operations that only allocate."""
 
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+"""Operations whose result is a copy, perhaps in another dtype."""
+
 
 class _Memory:
     """What a step allocates: buffers, numbered in the order of their allocation."""
@@ -173,7 +176,9 @@ class Recording(TorchDispatchMode):
             self.refuse(f"{func} brings values to {result.device}")
         elif not any(_shares_memory(result, argument) for argument in args):  # else a view, such as _unsafe_view
             self._memory.add(result)
-            if func not in _EMPTY:
+            if func in _COPIES:
+                self._note(torch.ops.aten.copy_.default, (result, args[0]), {})
+            elif func not in _EMPTY:
                 self._note_result(func, args, names, result)
         return result
 
