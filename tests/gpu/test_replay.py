@@ -223,3 +223,31 @@ def test_no_memory_is_held_between_replays(transport: str) -> None:
         pair.replayed._runner._replay._tape = None
         gc.collect()
         assert held - torch.cuda.memory_allocated() < 64 * 2**10
+
+
+def test_scaled_and_captured_steps_in_between() -> None:
+    """What `capped` keeps from step to step is then that of the steps that were run otherwise."""
+    with world("capped") as pair:
+        optimizers = [optimizer for _, optimizer in pair.sides]
+        for number in range(48):
+            if number == 24:
+                pair.replayed.capture()
+            elif number == 29:
+                pair.replayed.release()
+            for optimizer in optimizers:
+                scaled = number in (34, 35)
+                optimizer.grad_scale = torch.ones((), device="cuda") if scaled else None
+                optimizer.found_inf = torch.zeros((), device="cuda") if scaled else None
+            step(pair, number)
+            assert optimizers[0]._plan.session.state_dict() == optimizers[1]._plan.session.state_dict()
+        assert is_replayed(pair.replayed)
+
+
+def test_a_parameter_without_rows_here_does_not_keep_steps_from_being_replayed() -> None:
+    parameters = [nn.Parameter(random((64, 32), torch.bfloat16, 0)), nn.Parameter(torch.empty(0, device="cuda"))]
+    optimizer = NorDion2([{"params": parameters[:1]}, {"params": parameters[1:], "algorithm": "adamw", "lr": 0.1}])
+    for _ in range(4):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert is_replayed(optimizer)

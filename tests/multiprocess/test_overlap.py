@@ -74,8 +74,10 @@ def events_of_a_step() -> list[str]:
 
 def test_a_bucket_computes_while_the_next_one_is_under_way() -> None:
     for events in pool(2).run(events_of_a_step):
-        first, second = events.index("compute 3"), events.index("compute 4")
-        assert events.index("launched 3") < events.index("launched 4") < first, events
+        a, b, c = (event.removeprefix("compute ") for event in events if event.startswith("compute"))
+        assert {a, b, c} == {"3", "4", "5"}
+        first, second = events.index(f"compute {a}"), events.index(f"compute {b}")
+        assert events.index(f"launched {a}") < events.index(f"launched {b}") < first, events
         # The results of the first are on their way back while the second computes, and the third on its way there.
-        assert events.index("launched 3", first) < second < events.index("resumed 3", first), events
-        assert [event for event in events if event.startswith("compute")] == ["compute 3", "compute 4", "compute 5"]
+        assert events.index(f"launched {a}", first) < second < events.index(f"resumed {a}", first), events
+        assert first < events.index(f"launched {c}") < second, events

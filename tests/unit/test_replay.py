@@ -5,10 +5,8 @@ The driver is replaced: the one kernel here doubles numbers, which it finds by t
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,34 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dion_core import cuda_driver, tape
-from dion_core.block import ALIGNMENT, Use, arranged
-from dion_core.collectives import Handle, message
-from dion_core.cuda_driver import DriverKernel
-from dion_core.recording import Launch, recorder, varying
-from dion_core.replay import Recording, StepReplay
-from dion_core.tape import Tape
-
-CPU = torch.device("cpu")
-LARGE = 2**21
-"""Elements of what the system gives memory of its own, so that it can be made to lie elsewhere."""
-KERNEL = DriverKernel(7, 32, 0, ["Q", "Q", "i"], [0, 8, 16])
-
-
-class Driver:
-    """Doubles `number` floats of one address into another."""
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[int, int, int]] = []
-
-    def cuLaunchKernelEx(self, start: int, function: int, parameters: Any, extra: None) -> int:
-        assert function == 7
-        source, target = (ctypes.c_uint64.from_address(parameters[place]).value for place in (0, 1))
-        number = ctypes.c_int32.from_address(parameters[2]).value
-        self.launched.append((source, target, number))
-        for place in range(number):
-            value = ctypes.c_float.from_address(source + 4 * place)
-            ctypes.c_float.from_address(target + 4 * place).value = 2 * value.value
-        return 0
+from dion_core import recorder as recorder_module
+from dion_core.block import ALIGNMENT, Block, Use, arranged
+from dion_core.recording import recorder, varying
+from dion_core.replay import StepReplay
+from dion_core.tape import Run, Tape
+from tests.replay_cases import CPU, Driver, Late, Values, double, recorded, taped
 
 
 @pytest.fixture(autouse=True)
@@ -52,29 +28,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
     return driver
-
-
-def double(source: Tensor, target: Tensor, number: int, descriptors: tuple[Any, ...] = ()) -> None:
-    """Launches the kernel as `launching.launch` does; a descriptor stands for the address of the source."""
-    packed = [descriptor.base.data_ptr() for descriptor in descriptors]
-    arguments = [target, number] if descriptors else [source, target, number]
-    values = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
-    told = recorder()
-    if told is None:
-        KERNEL.launch(1, 1, 0, [*packed, *values])
-    else:
-        told.launch(Launch(KERNEL, None, (1, 1), 0, descriptors, packed, arguments, values))
-
-
-def recorded(work: Callable[[], None], foreign: tuple[Tensor, ...] = ()) -> tuple[Tape | None, str]:
-    recording = Recording(CPU, [each.untyped_storage().data_ptr() for each in foreign])
-    return recording.record(work), recording.reason
-
-
-def taped(work: Callable[[], None]) -> Tape:
-    made, reason = recorded(work)
-    assert made is not None, reason
-    return made
 
 
 def size_of_block(made: Tape) -> int:
@@ -93,18 +46,7 @@ def start_elsewhere(made: Tape) -> None:
     made._start = -1
 
 
-class Values:
-    """What lasts from step to step."""
-
-    def __init__(self, number: int = 64) -> None:
-        self.given = torch.zeros(number)
-        self.result = torch.zeros(number)
-
-    def renew(self, seed: int) -> Tensor:
-        return self.given.copy_(torch.randn(len(self.given), generator=torch.Generator().manual_seed(seed)))
-
-
-def test_operations_of_torch_are_done_again_in_every_form() -> None:
+def test_operations_of_torch_are_done_again() -> None:
     values = Values()
 
     def work() -> None:
@@ -176,8 +118,15 @@ def test_launches_move_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(values.result[:4], 8 * values.given[2:6])
 
 
+def test_a_launch_on_what_may_be_another_tensor_is_refused() -> None:
+    gradient = torch.ones(64)
+    made, why = recorded(lambda: double(gradient, torch.empty(64), 4), foreign=(gradient,))
+    assert made is None
+    assert "may be another one in the next step" in why
+
+
 def test_there_is_no_memory_between_replays_and_none_is_taken_twice() -> None:
-    values = Values(LARGE)
+    values = Values(4096)
 
     def work() -> None:
         sums = values.given
@@ -186,7 +135,7 @@ def test_there_is_no_memory_between_replays_and_none_is_taken_twice() -> None:
         values.result.copy_(sums)
 
     made = taped(work)
-    assert size_of_block(made) == 2 * 4 * LARGE
+    assert size_of_block(made) == 2 * 4 * 4096
     values.renew(1)
     made.replay(())
     torch.testing.assert_close(values.result, values.given + 10)
@@ -216,31 +165,85 @@ def test_what_is_kept_after_the_step_is_written_again_where_it_is() -> None:
     assert torch.equal(kept[0], values.given + 1)
 
 
-class Arriving(NamedTuple):
-    """Values that get to where they belong when they are waited for."""
+def test_a_constant_is_not_taken_for_a_buffer_whose_address_it_has() -> None:
+    values = Values()
 
-    target: Tensor
-    values: Tensor
+    def work() -> None:
+        for size in range(1, 65):
+            torch.empty(size).fill_(1.0)
+            constant = torch.tensor([7.0] * size)  # perhaps where the buffer was
+            values.result[size - 1 : size].copy_(constant[:1])
 
-    def wait(self) -> None:
-        self.target.copy_(self.values)
+    made = taped(work)
+    values.result.zero_()
+    made.replay(())
+    assert torch.equal(values.result, torch.full((64,), 7.0))
 
 
-class Late:
-    """A group whose messages arrive when they are waited for."""
+def test_a_step_goes_on_as_it_is_where_there_is_no_room(step: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [step("a") for _ in range(4)] == [False, False, True, True]
 
-    def __init__(self) -> None:
-        self.sent = self.prepared = 0
+    def fail(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
 
-    @message
-    def broadcast(self, tensors: list[Tensor], source: int) -> Callable[[], Handle]:
-        self.prepared += 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, "take", fail)
+        assert not step("a")
+    assert [step("a") for _ in range(2)] == [True, True]
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder_module, "Block", fail)
+        assert [step("bb") for _ in range(3)] == [False] * 3
+    assert [step("a") for _ in range(3)] == [False, False, True]
 
-        def launch() -> Handle:
-            self.sent += 1
-            return Arriving(tensors[0], tensors[0] + source)  # not recorded: the whole message is
 
-        return launch
+def test_after_an_error_in_a_replay_the_next_one_is_right(step: Steps) -> None:
+    for _ in range(3):
+        step("a")
+    made = step.replayed._tape
+    assert made is not None
+    waited = list[str]()
+
+    class Handle:
+        def wait(self) -> None:
+            waited.append("waited")
+
+    def fail(run: Run) -> None:
+        run.handles[5] = Handle()
+        raise RuntimeError("boom")
+
+    made._steps.append(fail)
+    with pytest.raises(RuntimeError, match="boom"):
+        step.replayed.run(lambda: None, "a", (torch.zeros(64),), tuple)
+    assert waited == ["waited"]
+    assert made._block._storage.nbytes() == 0
+    made._steps.pop()
+    assert step("a")
+
+
+def test_inference_mode_and_what_is_run_otherwise_end_replays(step: Steps) -> None:
+    assert [step("a") for _ in range(3)] == [False, False, True]
+    step.values = Values()
+    with torch.inference_mode():
+        assert not step("a")
+    assert [step("a") for _ in range(3)] == [False, False, True]
+    step.replayed.forget()
+    assert [step("a") for _ in range(3)] == [False, False, True]
+
+
+def test_a_collective_may_be_called_by_names_and_waited_for_twice() -> None:
+    values, group = Values(), Late()
+
+    def work() -> None:
+        sent = values.given.clone()
+        handle = group.broadcast(source=5, tensors=[sent])
+        handle.wait()
+        handle.wait()
+        values.result.copy_(sent)
+
+    made = taped(work)
+    values.renew(1)
+    made.replay(())
+    assert torch.equal(values.result, values.given + 5)
 
 
 def test_messages_are_sent_again_and_waited_for_where_they_were() -> None:
@@ -279,29 +282,6 @@ def test_what_varies_gets_the_arguments_of_its_step() -> None:
     made = taped(work)
     made.replay((torch.full((64,), 3.0), 2.0))
     torch.testing.assert_close(values.result, 2 * (values.given + 6))
-
-
-GRADIENT = torch.ones(64)
-
-
-@pytest.mark.parametrize(
-    ("work", "reason"),
-    [
-        (lambda: torch.ones(()).item(), "other results than one tensor"),
-        (lambda: torch.ones(3).sort(), "other results than one tensor"),
-        (lambda: torch.zeros(64).add_(GRADIENT), "may be another one in the next step"),
-        (lambda: torch.zeros(64) + GRADIENT[3:4], "may be another one in the next step"),
-        (lambda: double(GRADIENT, torch.empty(64), 4), "may be another one in the next step"),
-        (lambda: Late().broadcast([GRADIENT], 0), "may be another one in the next step"),
-        (lambda: torch.zeros(3).to("meta"), "brings values to meta"),
-        (lambda: recorder().refuse("launched by others"), "launched by others"),  # type: ignore[union-attr]
-    ],
-    ids=["host", "two", "in place", "view", "launch", "message", "device", "told"],
-)
-def test_what_cannot_be_done_again_is_refused(work: Callable[[], Any], reason: str) -> None:
-    made, why = recorded(lambda: (work(), None)[1], foreign=(GRADIENT,))
-    assert made is None
-    assert reason in why
 
 
 class Steps:

@@ -14,6 +14,7 @@ from torch import Tensor
 from dion_core.buckets import stable_repr
 from dion_core.collectives import Group
 from dion_core.operands import SCALARS, Operands, States
+from dion_core.options import OPTIONS
 from dion_core.placements import local_part
 from dion_core.plan import Plan
 
@@ -136,8 +137,8 @@ def _obstacles(plan: Plan, group: Group, nonfinite: str) -> Iterator[str]:
 
 def form(plan: Plan, operands: Sequence[Operands]) -> Hashable:
     """All that the device work of matrices depends on beside what it reads from the device."""
-    live = ("params", *SCALARS)
-    options = [tuple((name, _frozen(v)) for name, v in group.items() if name not in live) for group in plan.groups]
+    read = [name for name in OPTIONS if name not in SCALARS]
+    options = [tuple(_frozen(group[name]) for name in read if name in group) for group in plan.groups]
     sizes = plan.session.sizes if plan.session is not None else 0
     return (sizes, *options, *(each.form for each in operands))
 

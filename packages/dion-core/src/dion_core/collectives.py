@@ -29,8 +29,10 @@ class TransportError(RuntimeError):
 class Group(Protocol):
     """Ranks that communicate. Every call is collective and returns at once with a handle to wait on.
 
-    A group whose collectives are marked by `message` says so by an attribute ``replayable = True``: steps may then be
-    replayed on GPUs (module `replay`), in which the same collectives are called with the same tensors.
+    A group says by an attribute ``replayable = True`` that steps on GPUs may be replayed (module `replay`). Then each
+    of its collectives is a method that prepares it without looking at values, returns what launches it, and is marked
+    by `message`; it is prepared once for all replays, and launched in each. Handles keep their tensors until they are
+    waited for.
     """
 
     @property

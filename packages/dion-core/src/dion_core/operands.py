@@ -267,7 +267,8 @@ class _Lasting:
 def storages(operands: Sequence[Operands], gradients: Sequence[Tensor | None]) -> set[int]:
     """The addresses of all storages that may be others in a step which is alike but for that."""
     tensors = [tensor for each in operands for role in ROLES for tensor in getattr(each, role)]
-    return {tensor.untyped_storage().data_ptr() for tensor in (*tensors, *gradients) if tensor is not None}
+    found = {tensor.untyped_storage().data_ptr() for tensor in (*tensors, *gradients) if tensor is not None}
+    return found - {0}  # that of tensors without elements
 
 
 def _locals(tensors: Sequence[Any], sharded: bool) -> Sequence[Any]:

@@ -119,7 +119,7 @@ class MatrixOptimizer(Optimizer):
         operands = self._operands.of_step(self.state, agree_on_rows(plan.stepped, of_buckets, self.state))
         rates = self._rates.of_step()
         work = partial(self._launch, plan, gradients, operands, rates)
-        self._runner.run(work, plan, operands, (gradients, rates), self.state, scaled=scaled)
+        self._runner.run(work, plan, operands, (gradients, rates, self.state), scaled=scaled)
         if plan.session is not None:
             plan.session.end()
         self._num_steps += 1

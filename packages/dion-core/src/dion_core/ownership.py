@@ -15,7 +15,7 @@ PARTS = 4
 SMALLEST_PART = 2 * 5120**3
 """Work of a rank (see `newton_schulz_cost`) below which a cut costs a GPU more in idle processors than it saves."""
 
-FARTHEST_SWAP = 8
+FARTHEST_SWAP = 4
 """Buckets farther apart are not swapped, so that many are ordered soon."""
 
 

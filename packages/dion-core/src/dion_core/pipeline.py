@@ -97,7 +97,7 @@ def step_all(
 
     def elementwise() -> Steps[None]:
         if plan.elementwise:
-            varying(partial(_step_elementwise, plan, state, presence.masks), presence.gradients, rates)
+            varying(partial(_step_elementwise, plan, presence.masks), presence.gradients, rates, state)
         yield from ()
 
     step_matrices(plan, operands, presence, [elementwise(), *(values.share() for values in plan.shared)])
@@ -105,19 +105,19 @@ def step_all(
 
 def _step_elementwise(
     plan: Plan,
-    state: States,
     masks: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
     rates: Sequence[float | Tensor],
+    state: States,
 ) -> None:
     """Updates the AdamW and Lion parameters and their state in place, at once: nothing is sent.
 
     Args:
         plan: of the optimizer.
-        state: of all parameters.
         masks: of all parameters, from `Presence`.
         gradients: of all parameters.
         rates: the learning rate of each group of `plan.elementwise`.
+        state: of all parameters.
     """
     for members, rate in zip(plan.elementwise, rates, strict=True):
         options = members[0].group

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from inspect import signature
 from typing import Any, ParamSpec, Protocol
 
 P = ParamSpec("P")
@@ -89,13 +90,13 @@ def message(prepare: Callable[P, Callable[[], Handle]]) -> Callable[P, Handle]:
 
     When it is recorded, it is prepared once for all replays, so preparing must not look at values.
     """
+    known = signature(prepare)
 
     @wraps(prepare)
     def told(*arguments: P.args, **names: P.kwargs) -> Handle:
         if _thread.recorder is None:
             return prepare(*arguments, **names)()
-        assert not names
-        return _thread.recorder.message(prepare, arguments)
+        return _thread.recorder.message(prepare, known.bind(*arguments, **names).args)
 
     return told
 

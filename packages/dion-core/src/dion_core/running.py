@@ -68,8 +68,7 @@ class StepRunner:
         work: Callable[[], None],
         plan: Plan,
         operands: Sequence[Operands],
-        varying: tuple[Sequence[Tensor | None], Sequence[float | Tensor]],
-        state: States,
+        varying: tuple[Sequence[Tensor | None], Sequence[float | Tensor], States],
         *,
         scaled: bool,
     ) -> None:
@@ -79,16 +78,18 @@ class StepRunner:
             work: all of it on the device.
             plan: of the optimizer.
             operands: of the buckets that it steps.
-            varying: gradients of all members, and learning rates of the groups that are no matrices.
-            state: of all parameters.
+            varying: gradients of all members, learning rates of the groups that are no matrices, and the state.
             scaled: whether a loss scaler takes part.
         """
+        gradients, _, state = varying
+        if self._replay is not None and (self._graph is not None or scaled):
+            self._replay.forget()  # what a transport keeps from step to step may lie elsewhere after this one
         if self._graph is not None:
             self._graph.run(work, (self._num_plans, form(plan, operands), form_of_others(plan, state)))
             for group in dict.fromkeys((self._group, *plan.exchange_groups)):
                 watch_stream(group, "a captured step", self._device)
         elif self._replay is not None and not scaled:
-            alike = replay_form(plan, operands, varying[0], state)
-            self._replay.run(work, alike, varying, partial(storages, operands, varying[0]))
+            alike = replay_form(plan, operands, gradients, state)
+            self._replay.run(work, alike, varying, partial(storages, operands, gradients))
         else:
             work()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from dion_core.block import Block
 from dion_core.cuda_driver import described, launch_all
@@ -144,23 +147,33 @@ class Tape:
                 self._steps.append(entry.bound(block))
         block.give_back()
 
-    def replay(self, arguments: tuple[Any, ...]) -> None:
-        """Does it again.
+    def replay(self, arguments: tuple[Any, ...]) -> bool:
+        """Does it again; False if there is no room for its memory: then nothing was done.
 
         Args:
             arguments: for what varies.
         """
-        start = self._block.take()
+        try:
+            start = self._block.take()
+        except torch.OutOfMemoryError:
+            return False
+        run = Run(arguments)
         try:
             if start != self._start:
-                self._start = start
                 for launch in self._launches:
                     launch.move(start)
-            run = Run(arguments)
+                self._start = start
             for step in self._steps:
                 step(run)
+        except BaseException:
+            self._start = -1
+            for handle in run.handles.values():  # what is under way must not write to memory of others
+                with suppress(Exception):
+                    handle.wait()
+            raise
         finally:
             self._block.give_back()
+        return True
 
 
 def _started(calls: Sequence[tuple[Any, ...]]) -> Callable[[Run], None]:
