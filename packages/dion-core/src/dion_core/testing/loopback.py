@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -47,12 +47,12 @@ class _Arrived:
 class _UnderWay:
     """A message on the stream of the wire, which the current stream waits for; its tensors are kept until then."""
 
-    def __init__(self, event: torch.cuda.Event, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, event: torch.cuda.Event, tensors: Any) -> None:
         self._event, self._tensors = event, tensors
 
     def wait(self) -> None:
         self._event.wait()
-        self._tensors = ()
+        self._tensors = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class LoopbackGroup:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(int(self.wire.seconds(remote) * _cycles_per_second(message.device)))
             _do(copies)
-            return _UnderWay(stream.record_event(), (message, *(output for output, _ in copies)))
+            return _UnderWay(stream.record_event(), (message, copies))
 
 
 _Copy = tuple[Tensor, Tensor]
