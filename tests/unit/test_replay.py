@@ -189,7 +189,8 @@ def test_a_step_goes_on_as_it_is_where_there_is_no_room(step: Steps, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(Block, "take", fail)
         assert not step("a")
-    assert [step("a") for _ in range(2)] == [True, True]
+    assert [step("a") for _ in range(2)] == [False, False]  # it would be asked for in every step
+    assert [step("ccc") for _ in range(3)] == [False, False, True]
     with monkeypatch.context() as patch:
         patch.setattr(recorder_module, "Block", fail)
         assert [step("bb") for _ in range(3)] == [False] * 3

@@ -51,40 +51,35 @@ class StepReplay:
             arguments: what is handed to `recording.varying`.
             foreign: gives the addresses of storages that may be others in the next step although the form is the same.
         """
-        if torch.is_inference_mode_enabled():  # operations show themselves otherwise there
-            self.forget()
-            work()
-            return
         with self._on_device():
-            self._run(work, (form, self._stream()), arguments, foreign)
+            in_inference_mode = torch.is_inference_mode_enabled()  # operations look otherwise there
+            form, lasting = (form, self._stream(), in_inference_mode), self._replayed
+            if form == self._form:
+                lasting = True
+            else:
+                self.forget()
+                self._form = form
+            if self._tape is not None:
+                self._replayed = self._tape.replay(arguments)
+                if not self._replayed:  # nothing is done yet
+                    self._refuse("there is no room for the memory of a step in one block")
+                    work()
+            elif self._reason or not lasting or in_inference_mode:
+                work()
+            else:
+                recording = Recording(self._device, foreign())
+                self._tape = recording.record(work)
+                self._refuse(recording.reason)
 
     def forget(self) -> None:
         """The next step is run as it is: what was recorded may not hold any more."""
         self._form, self._tape, self._replayed, self._reason = None, None, False, ""
 
-    def _run(
-        self,
-        work: Callable[[], None],
-        form: Hashable,
-        arguments: tuple[Any, ...],
-        foreign: Callable[[], Iterable[int]],
-    ) -> None:
-        lasting = self._replayed or form == self._form
-        if form != self._form:
-            self.forget()
-            self._form = form
-        if self._tape is not None:
-            self._replayed = self._tape.replay(arguments)
-            if not self._replayed:  # there was no room, and nothing is done yet
-                work()
-        elif self._reason or not lasting:
-            work()
-        else:
-            recording = Recording(self._device, foreign())
-            self._tape = recording.record(work)
-            self._reason = recording.reason
-            if self._reason:
-                logger.info("steps are not replayed: %s", self._reason)
+    def _refuse(self, reason: str) -> None:
+        """If there is a reason, steps of this form run as they are."""
+        if reason:
+            logger.info("steps are not replayed: %s", reason)
+            self._tape, self._reason = None, reason
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Inside it the device of the step is the current one."""
