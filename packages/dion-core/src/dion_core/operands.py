@@ -254,13 +254,15 @@ class _Lasting:
 
     def stayed(self) -> bool:
         """Whether all lie where they did when this was asked last, row after row without gaps."""
-        tensors: list[Tensor] = []
+        matrices: list[Tensor] = []
+        columns: list[Tensor] = []  # (R, 1): at the same address they cannot lie otherwise
         for sharded, parameters in self._parameters.items():
-            tensors += map(_LOCAL, parameters) if sharded else parameters
+            matrices += map(_LOCAL, parameters) if sharded else parameters
         for (role, sharded), states in self._states.items():
-            tensors += map(_LOCAL, map(role, states)) if sharded else map(role, states)
-        contiguous, before = all(map(Tensor.is_contiguous, tensors)), self._starts
-        self._starts = list(map(Tensor.data_ptr, tensors)) if contiguous else []
+            kind = matrices if role is _STATES["momentum"] else columns
+            kind += map(_LOCAL, map(role, states)) if sharded else map(role, states)
+        contiguous, before = all(map(Tensor.is_contiguous, matrices)), self._starts
+        self._starts = list(map(Tensor.data_ptr, matrices + columns)) if contiguous else []
         return contiguous and before == self._starts
 
 
