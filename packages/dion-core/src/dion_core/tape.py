@@ -88,7 +88,7 @@ class RecordedLaunch(NamedTuple):
     """A launch of which some parameters are addresses in what the step has allocated.
 
     Attributes:
-        launch: the launch, whose arguments are only those tensors that have other memory.
+        launch: the launch, with regions for tensors that the step has allocated, of which it keeps none.
         arguments: for numbers of parameters where they point to.
         descriptors: the same for the descriptors before them.
     """
