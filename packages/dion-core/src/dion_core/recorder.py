@@ -194,9 +194,11 @@ class Recording(TorchDispatchMode):
     def _check_targets(self, operation: Any, arguments: tuple[Any, ...], names: dict[str, Any]) -> None:
         """Refuses to write to what is made of numbers of the host in every step: it would be made once for all."""
         constants = {storage.cdata for storage in self._constants if not storage.expired()}
-        for argument, value in zip(operation._schema.arguments, arguments, strict=False):
+        schema = operation._schema.arguments
+        given = {argument.name: value for argument, value in zip(schema, arguments, strict=False)} | names
+        for argument in schema:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                written = tree_leaves(value)
+                written = tree_leaves(given.get(argument.name))
                 if any(isinstance(each, Tensor) and each.untyped_storage()._cdata in constants for each in written):
                     self.refuse(f"{operation} writes to a tensor that is made of numbers of the host")
 
