@@ -132,21 +132,25 @@ def _mesh(case: Case, settings: Settings) -> Iterator[DeviceMesh]:
 
 
 def measure(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
-    """One row of the table, without what a profiler says."""
-    with running(case, settings, peer=peer) as run:
-        timing = time_steps(run.build, run.renew, together=settings.world is not None)
-        report = {} if peer else run.made[0].report()
-    return {
+    """One row of the table, without what a profiler says; of the public package, if it fails, the error."""
+    row = {
         "case": str(case) + " (public dion)" * peer,
         "fraction": settings.fraction,
         "captured": settings.captured and not peer,
         "wire_gb_per_s": settings.wire,
         "world": settings.world,
         "group": settings.group,
-        **timing.as_dict(),
-        "host_reads": report.get("host_reads_per_step"),
-        "rows": report.get("rows"),
     }
+    try:
+        with running(case, settings, peer=peer) as run:
+            timing = time_steps(run.build, run.renew, together=settings.world is not None)
+            report = {} if peer else run.made[0].report()
+    except Exception as error:
+        if not peer:
+            raise
+        return row | {"failed": f"{type(error).__name__}: {error}"[:500]}
+    reads, rows = report.get("host_reads_per_step"), report.get("rows")
+    return row | timing.as_dict() | {"host_reads": reads, "rows": rows}
 
 
 def profile(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
@@ -206,6 +210,9 @@ def fractions_of_ceiling(row: dict[str, Any], case: Case, best: dict[str, float]
 
 def show(row: dict[str, Any]) -> None:
     """Prints a row, or its stages once they are known."""
+    if "failed" in row:
+        print(f"{row['case']} failed: {row['failed']}", flush=True)
+        return
     if "stages" not in row:
         print(row["case"], *(f"{name} {row[name]:.2f}" for name in COLUMNS if row[name] is not None), flush=True)
         return
@@ -282,6 +289,8 @@ def run_all(cases: Sequence[Case], settings: Settings, *, peer: bool, output: Pa
         content["rows"].append(row)
         _keep(content, output, row, case)
     for row, (case, of_peer) in zip(content["rows"], each, strict=True):
+        if "failed" in row:
+            continue
         row.update(profile(case, settings, peer=of_peer))
         row["of_ceiling"] = fractions_of_ceiling(row, case, best)
         _keep(content, output, row, case)

@@ -61,6 +61,8 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _step(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"| {_name(row)} | {row['failed'].partition(':')[0]} " + "| " * 5 + "|"
     times = " | ".join(f"{row[name]:.1f}" for name in ("isolated", "hidden", "host"))
     peak = "in the graph" if row["captured"] else f"{row['peak_mib']:.0f}"
     return f"| {_name(row)} | {times} | {peak} | {row['seconds_to_third_step']:.1f} | {row.get('launches', '')} |"
