@@ -172,8 +172,8 @@ class FakeEvent:
 
     passed = False
 
-    def record(self) -> None:
-        self.recorded = True
+    def record(self, stream: str) -> None:
+        self.recorded = stream == "current"
 
     def query(self) -> bool:
         assert self.recorded
@@ -183,6 +183,7 @@ class FakeEvent:
 def test_a_work_is_let_go_of_once_the_stream_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the tensors of its collective, and the watchdog may look only many steps later."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(watchdog, "_current_stream", lambda: "current")
     work = FakeWork(done=False)
     watched = watchdog.Watched([work])
     gone = weakref.ref(work)

@@ -126,7 +126,7 @@ class Part:
 class MatrixBucket:
     """A bucket with the matrices in it, how they are updated, and what happened to them so far.
 
-    `chosen`, `refused` and `nonfinite` count rows by matrix, (N,) int64 on the device. Without `has_state` only the
+    `chosen`, `applied` and `nonfinite` count rows by matrix, (N,) int64 on the device. Without `has_state` only the
     parameters are here, and their updates come from other ranks.
     """
 
@@ -140,14 +140,14 @@ class MatrixBucket:
     exchange: Exchange
     has_state: bool = True
     chosen: Tensor = field(init=False)
-    refused: Tensor = field(init=False)
+    applied: Tensor = field(init=False)
     nonfinite: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         count = self.bucket.num_matrices
         # Each starts at a multiple of 16 bytes, for which kernels are compiled.
         zeros = torch.zeros(3, count + count % 2, dtype=torch.int64, device=self.bucket.device)
-        self.chosen, self.refused, self.nonfinite = zeros[:, :count].unbind()
+        self.chosen, self.applied, self.nonfinite = zeros[:, :count].unbind()
 
     @cached_property
     def tables(self) -> RowTables:

@@ -29,8 +29,8 @@ from dion_core.rows import RowSelection, overflowing_rows
 from dion_core.selection import added_scores, whole_scores
 from dion_core.steps import BUCKETS_IN_FLIGHT, Steps, interleave, run
 
-Refusal = tuple[Tensor, Tensor, Tensor]
-"""Of a bucket the counter of rows refused, and how many rows of each matrix were chosen and admitted."""
+Count = tuple[Tensor, Tensor]
+"""A counter of rows by matrix, and what it is to be raised by."""
 
 
 def step_matrices(
@@ -61,12 +61,10 @@ def step_matrices(
         bucket.selector.select(score, bucket.tables, of_bucket)
         for bucket, score, of_bucket in zip(plan.buckets, known, active, strict=False)
     ]
-    if selections:
-        torch._foreach_add_([bucket.chosen for bucket in plan.buckets], [chosen.count for chosen in selections])
     if plan.session is not None:
         run(plan.session.begin(selections[: len(plan.transported)]))
-    refusals = list[Refusal]()
-    moves = [move(*each, refusals) for each in zip(plan.buckets, of_buckets, selections, strict=True)]
+    counts = list[Count]()
+    moves = [move(*each, counts) for each in zip(plan.buckets, of_buckets, selections, strict=True)]
     stages = [
         apply(target, operands[target.number], active[target.number], [moves[number] for number in target.sources])
         for target in plan.targets
@@ -76,10 +74,9 @@ def step_matrices(
         interleave([*others, *of_line], in_flight=BUCKETS_IN_FLIGHT)
         others = ()
     interleave(others, in_flight=BUCKETS_IN_FLIGHT)  # where there are no buckets
-    if refusals:
-        refused, chosen, admitted = map(list, zip(*refusals, strict=True))
-        torch._foreach_add_(refused, chosen)
-        torch._foreach_sub_(refused, admitted)
+    if counts:
+        counters, rows = map(list, zip(*counts, strict=True))
+        torch._foreach_add_(counters, rows)
 
 
 def step_all(
@@ -213,14 +210,13 @@ def _gathered(
             yield n, gathered, tuple(starts[place : -1 : len(numbers)])
 
 
-def move(bucket: MatrixBucket, operands: Operands, chosen: RowSelection, refusals: list[Refusal]) -> Steps[Update]:
-    """What the rows chosen do to the parameters, after they were taken out of the momentum."""
+def move(bucket: MatrixBucket, operands: Operands, chosen: RowSelection, counts: list[Count]) -> Steps[Update]:
+    """What the rows chosen do to the parameters, after they were taken out of the momentum; `counts` gets some more."""
     options, scalars = bucket.options, operands.scalars
     chosen = with_age(chosen, operands.waited)
     selection = bucket.exchange.admit(chosen)
     wait_(operands.waited, chosen, selection)
-    if selection is not chosen:
-        refusals.append((bucket.refused, chosen.count, selection.count))
+    counts += [(bucket.chosen, chosen.count), (bucket.applied, selection.count)]
     rows = bucket.exchange.reserve(selection)
     take_and_decay_(
         operands.momentum,

@@ -138,8 +138,8 @@ class Plan:
         ]
 
     def row_counts(self) -> list[int]:
-        """Rows chosen, refused and left out as not finite, of all buckets. Waits for the device."""
-        counters = [(bucket.chosen, bucket.refused, bucket.nonfinite) for bucket in self.buckets]
+        """Rows chosen, applied and left out as not finite, of all buckets. Waits for the device."""
+        counters = [(bucket.chosen, bucket.applied, bucket.nonfinite) for bucket in self.buckets]
         return [sum(int(count.sum()) for count in counts) for counts in zip(*counters, strict=True)] or [0, 0, 0]
 
     def open(self) -> None:

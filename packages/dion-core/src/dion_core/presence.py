@@ -18,14 +18,14 @@ from dion_core.collectives import Group, Handle
 
 @lru_cache(maxsize=16)
 def _flags(here: tuple[bool, ...], device: torch.device) -> Tensor:
-    """(P + 1,) fp32: 1 for each parameter with a gradient, and a 0. Kept, since a copy from the host waits."""
-    return torch.tensor([*map(float, here), 0.0], device=device)
+    """(P + 1,) uint8: 1 for each parameter with a gradient, and a 0. Kept, since a copy from the host waits."""
+    return torch.tensor([*here, False], dtype=torch.uint8, device=device)
 
 
 @cache  # for good: captured steps, in which no gradient is missing, read it at its address
 def _complete(number: int, device: torch.device) -> Tensor:
     """`_flags` of so many parameters that all have gradients."""
-    return torch.tensor([1.0] * number + [0.0], device=device)
+    return _flags((True,) * number, device).clone()
 
 
 @cache
@@ -66,7 +66,7 @@ class Presence:
             if bad:
                 self._flags[-1] = torch.stack([flag.to(device) for flag in bad]).any()
         if found_inf is not None:
-            self._flags[-1] = torch.maximum(self._flags[-1], found_inf.to(device).sign())
+            self._flags[-1] = torch.maximum(self._flags[-1], found_inf.to(device) > 0)
         self._handle: Handle = group.named("presence flags").all_reduce(self._flags, "max")
 
     @cached_property
@@ -76,7 +76,7 @@ class Presence:
 
     @cached_property
     def skipped(self) -> Tensor:
-        """0-dim fp32: 1 where the whole step is skipped, else 0."""
+        """0-dim uint8: 1 where the whole step is skipped, else 0."""
         return self._agreed[-1]
 
     @cached_property
@@ -89,7 +89,7 @@ class Presence:
     @cached_property
     def active(self) -> Tensor:
         """(P,) bool: some rank has a gradient, and the step is not skipped."""
-        present = self._agreed[:-1] > 0
+        present = self._agreed[:-1].view(torch.bool)
         return present & self.proceed if self.may_skip else present
 
     @cached_property

@@ -35,7 +35,7 @@ def make_report(
         states: of its parameters.
         num_steps: how many steps were taken since the last report.
         skipped: 0-dim counter of those that were skipped; set to 0.
-        past: rows chosen, refused and left out as not finite under earlier plans, since the last report.
+        past: rows chosen, applied and left out as not finite under earlier plans, since the last report.
     """
     buckets = [_bucket(target, [plan.buckets[number] for number in target.sources]) for target in plan.targets]
     rows = _rows(buckets, states, past)
@@ -101,11 +101,11 @@ def workspace_bytes(plan: Plan, reports: Sequence[Report], inside: Sequence[int]
 
 def _rows(buckets: Sequence[Report], states: Mapping[Tensor, State], past: Sequence[int]) -> Report:
     """Rows of all buckets, under earlier plans too, and those that wait now."""
-    names = ("chosen", "deferred", "nonfinite")
+    names = ("chosen", "applied", "nonfinite")
     rows = {
         name: sum(bucket["rows"][name] for bucket in buckets) + before for name, before in zip(names, past, strict=True)
     }
-    rows["applied"] = rows["chosen"] - rows["deferred"]
+    rows["deferred"] = rows["chosen"] - rows["applied"]
     waited = [local_tensor(state[WAITED]) for state in states.values() if WAITED in state]
     rows["waiting"] = sum(int((steps > 0).sum()) for steps in waited)
     rows["oldest_waiting"] = max((int(steps.max()) for steps in waited if steps.numel()), default=0)
@@ -132,13 +132,13 @@ def _traffic(traffic: Traffic) -> Report:
 
 def _bucket(target: Target, sources: Sequence[MatrixBucket]) -> Report:
     """Of matrices that are updated together; rows are counted where their state is."""
-    entry, counts = target.bucket, dict.fromkeys(("chosen", "deferred", "nonfinite"), 0)
+    entry, counts = target.bucket, dict.fromkeys(("chosen", "applied", "nonfinite"), 0)
     for source in sources:
-        counters = {"chosen": source.chosen, "deferred": source.refused, "nonfinite": source.nonfinite}
+        counters = {"chosen": source.chosen, "applied": source.applied, "nonfinite": source.nonfinite}
         for name, by_matrix in counters.items():
             counts[name] += int(by_matrix.sum())
             by_matrix.zero_()
-    counts["applied"] = counts["chosen"] - counts["deferred"]
+    counts["deferred"] = counts["chosen"] - counts["applied"]
     bucket = entry.bucket
     return {
         "name": bucket.name,

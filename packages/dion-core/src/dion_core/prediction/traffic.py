@@ -218,7 +218,7 @@ def _bring_to_host(entry: MatrixBucket) -> None:
     """Tables and counters on the CPU: a transport reads and fills them, and no row is among them."""
     if entry.bucket.device.type != "cpu":  # on the next rank it is: what is the same there is computed once
         entry.bucket = replace(entry.bucket, device=torch.device("cpu"))
-    entry.chosen, entry.refused, entry.nonfinite = torch.zeros(3, entry.bucket.num_matrices, dtype=torch.int64).unbind()
+    entry.chosen, entry.applied, entry.nonfinite = torch.zeros(3, entry.bucket.num_matrices, dtype=torch.int64).unbind()
     if isinstance(entry.exchange, LocalExchange | ReplicatedExchange):  # opening gives the others new ones
         entry.exchange = type(entry.exchange)(entry.bucket)
 
