@@ -100,7 +100,7 @@ def test_a_rehearsal_meets_all_kernels_of_rows_and_changes_nothing(
             expected = expected - PACKED - DEFERRED - POOLED
         assert set(met) == expected
         assert len(met) == len(expected)
-        assert not any(map(torch.any, (bucket.chosen, bucket.refused, bucket.nonfinite)))
+        assert not any(map(torch.any, (bucket.chosen, bucket.applied, bucket.nonfinite)))
         for part, same in zip(parts, before[0], strict=True):
             assert torch.equal(part, same)
         for number, of_parameter in state.items():
