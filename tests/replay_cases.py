@@ -24,16 +24,62 @@ class Driver:
 
     def __init__(self) -> None:
         self.launched: list[tuple[int, int, int]] = []
+        self.started = 0
+        self.graphs: dict[int, list[tuple[int, int, int]]] = {}
+        """Of graphs and of what they are ready as: what each node was given."""
 
-    def cuLaunchKernelEx(self, start: int, function: int, parameters: Any, extra: None) -> int:
+    def cuLaunchKernelEx(self, config: Any, function: int, parameters: Any, extra: None) -> int:
         assert function == 7
-        source, target = (ctypes.c_uint64.from_address(parameters[place]).value for place in (0, 1))
-        number = ctypes.c_int32.from_address(parameters[2]).value
-        self.launched.append((source, target, number))
+        return self._run(_given(parameters))
+
+    def cuGraphCreate(self, graph: Any, flags: int) -> int:
+        return self._add(graph, [])
+
+    def cuGraphAddKernelNode_v2(self, node: Any, graph: Any, after: Any, number: int, said: Any) -> int:
+        nodes, of_kernel = self.graphs[graph.value], said._obj
+        assert number == bool(nodes)
+        assert not nodes or after._obj.value == len(nodes), "one comes after the other"
+        assert (of_kernel.function, of_kernel.x, of_kernel.y, of_kernel.z) == (7, 1, 1, 1)
+        assert (of_kernel.threads, of_kernel.threads_y, of_kernel.threads_z, of_kernel.shared) == (32, 1, 1, 0)
+        nodes.append(_given(of_kernel.parameters))
+        node._obj.value = len(nodes)
+        return 0
+
+    def cuGraphInstantiateWithFlags(self, ready: Any, graph: Any, flags: int) -> int:
+        return self._add(ready, list(self.graphs[graph.value]))
+
+    def cuGraphExecKernelNodeSetParams_v2(self, ready: Any, node: Any, said: Any) -> int:
+        self.graphs[ready.value][node.value - 1] = _given(said._obj.parameters)
+        return 0
+
+    def cuGraphLaunch(self, ready: Any, stream: int) -> int:
+        self.started += 1
+        return max(map(self._run, self.graphs[ready.value]))
+
+    def cuGraphExecDestroy(self, ready: Any) -> int:
+        del self.graphs[ready.value]
+        return 0
+
+    cuGraphDestroy = cuGraphExecDestroy
+
+    def _add(self, handle: Any, nodes: list[tuple[int, int, int]]) -> int:
+        handle._obj.value = max(self.graphs, default=0) + 1
+        self.graphs[handle._obj.value] = nodes
+        return 0
+
+    def _run(self, given: tuple[int, int, int]) -> int:
+        source, target, number = given
+        self.launched.append(given)
         for place in range(number):
             value = ctypes.c_float.from_address(source + 4 * place)
             ctypes.c_float.from_address(target + 4 * place).value = 2 * value.value
         return 0
+
+
+def _given(parameters: Any) -> tuple[int, int, int]:
+    """Source, target and number."""
+    source, target = (ctypes.c_uint64.from_address(parameters[place]).value for place in (0, 1))
+    return source, target, ctypes.c_int32.from_address(parameters[2]).value
 
 
 def double(source: Tensor, target: Tensor, number: int, descriptors: tuple[Any, ...] = ()) -> None:

@@ -5,6 +5,7 @@ The driver is replaced: the one kernel here doubles numbers, which it finds by t
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,9 +41,9 @@ def start_elsewhere(made: Tape) -> None:
     other = torch.empty(size_of_block(made), dtype=torch.uint8)
     assert other.data_ptr() != start
     made._block.give_back()
-    for launch in made._launches:
-        launch.move(other.data_ptr())
-    cuda_driver.launch_all([launch.call for launch in made._launches])
+    for launches in made._launches:
+        launches.move(other.data_ptr())
+        launches(Run(()))
     made._start = -1
 
 
@@ -88,6 +89,11 @@ def test_launches_and_operations_follow_each_other(driver: Driver) -> None:
         made.replay(())
         assert torch.equal(values.result[8:24], -4 * values.given[8:24])
     assert len(driver.launched) == 2 * 5
+    assert driver.started == 2 * 4, "an operation of torch lies between the launches of a replay"
+    assert driver.graphs
+    del made
+    gc.collect()
+    assert not driver.graphs
 
 
 class Address:

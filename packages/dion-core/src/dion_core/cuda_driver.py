@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+from weakref import finalize
 
 import torch
 
@@ -23,44 +24,40 @@ _FREE_SHARED = 48 * 1024
 _MAP_SIZE, _MAP_ALIGNMENT = 128, 64
 _FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
 _MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
-_CONFIG = "<7I4xQ24x"
-"""CUlaunchConfig: grid, block and shared memory, the stream, no attributes; and bytes up to a multiple of 64."""
-_CONFIG_SIZE = struct.calcsize(_CONFIG)
+_CONFIG = struct.Struct("<7I4xQ16x")
+"""CUlaunchConfig: grid, block and shared memory, the stream, no attributes."""
 _PROMOTE_128 = 2  # of what a copy touches in the L2 cache, 128 bytes are fetched
 
 
-class LaunchRoom:
-    """Memory where the driver finds what one launch is given.
+class _Room:
+    """Memory where the driver finds the parameters of one launch.
 
     Attributes:
-        call: what the driver is called with.
+        places: the addresses of all parameters, as the driver takes them.
     """
 
-    def __init__(self, function: int, pack: struct.Struct, places: Sequence[int]) -> None:
-        self._pack, self._room = pack.pack_into, ctypes.create_string_buffer(pack.size)
-        start = ctypes.addressof(self._room)
-        parameters = (ctypes.c_void_p * len(places))(*[start + place for place in places])
-        self.call = (start, function, parameters, None)
+    def __init__(self, layout: struct.Struct, offsets: Sequence[int]) -> None:
+        self._pack, self._memory = layout.pack_into, ctypes.create_string_buffer(layout.size)
+        start = ctypes.addressof(self._memory)
+        self.places = (ctypes.c_void_p * len(offsets))(*[start + offset for offset in offsets])
 
-    def fill(self, *values: Any) -> None:
-        """Writes grid, block, shared memory and stream, and then the parameters."""
-        self._pack(self._room, 0, *values)
+    def fill(self, values: Sequence[Any]) -> None:
+        """Writes the parameters, in order."""
+        self._pack(self._memory, 0, *values)
 
 
 class DriverKernel:
     """A kernel with room for its parameters; launches of several threads follow each other."""
 
     def __init__(self, function: int, threads: int, shared: int, fields: Sequence[str], offsets: Sequence[int]) -> None:
-        size, layout = 0, _CONFIG
+        size, layout = 0, "<"
         for field, offset in zip(fields, offsets, strict=True):
             layout += f"{offset - size}x{field}"
             size = offset + struct.calcsize("<" + field)
         # Last come two addresses of memory that these kernels do not use.
-        self._layout = struct.Struct(layout + "16x")
-        self._places = [_CONFIG_SIZE + offset for offset in (*offsets, size, size + 8)]
+        self._layout, self._offsets = struct.Struct(layout + "16x"), (*offsets, size, size + 8)
         self._function, self._threads, self._shared = function, threads, shared
-        self._room = self.room()
-        self._lock = threading.Lock()
+        self._config, self._room, self._lock = ctypes.create_string_buffer(_CONFIG.size), self.room(), threading.Lock()
 
     def launch(self, programs: int, second: int, stream: int, values: Sequence[Any]) -> None:
         """Starts programs x second programs on a stream.
@@ -72,25 +69,68 @@ class DriverKernel:
             values: of all parameters in order: addresses, numbers, and for a descriptor what `described` returns.
         """
         with self._lock:
-            self.fill(self._room, programs, second, stream, values)
-            launch_all((self._room.call,))
-
-    def room(self) -> LaunchRoom:
-        """Room for one launch, which stays as it is filled."""
-        return LaunchRoom(self._function, self._layout, self._places)
-
-    def fill(self, room: LaunchRoom, programs: int, second: int, stream: int, values: Sequence[Any]) -> None:
-        """Writes down a launch as `launch` starts it."""
-        room.fill(programs, second, 1, self._threads, 1, 1, self._shared, stream, *values)
-
-
-def launch_all(calls: Sequence[tuple[Any, ...]]) -> None:
-    """Starts launches one after the other, each by the `call` of a room that was filled."""
-    start = _driver().cuLaunchKernelEx
-    for call in calls:
-        error = start(*call)
+            _CONFIG.pack_into(self._config, 0, programs, second, 1, self._threads, 1, 1, self._shared, stream)
+            self._room.fill(values)
+            error = _driver().cuLaunchKernelEx(self._config, self._function, self._room.places, None)
         if error:
             _fail("a kernel cannot be launched", error)
+
+    def room(self) -> _Room:
+        """Room for the parameters of one launch."""
+        return _Room(self._layout, self._offsets)
+
+    def node(self, programs: int, second: int, room: _Room) -> _Node:
+        """A launch as `launch` starts it, for a graph."""
+        return _Node(self._function, programs, second, 1, self._threads, 1, 1, self._shared, room.places)
+
+
+class _Node(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS of the driver's second version; what is not said is 0."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "threads", "threads_y", "threads_z", "shared")),
+        ("parameters", ctypes.POINTER(ctypes.c_void_p)),
+        *((name, ctypes.c_void_p) for name in ("extra", "kernel", "context")),
+    )
+
+
+class LaunchGraph:
+    """Launches that follow each other, started at once, which takes the host as long as one of them.
+
+    Args:
+        launches: kernels, and how many programs of each along the first and the second axis.
+    """
+
+    def __init__(self, launches: Sequence[tuple[DriverKernel, tuple[int, int]]]) -> None:
+        driver, self._graph, self._ready = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+        _check(driver.cuGraphCreate(ctypes.byref(self._graph), 0))
+        self._rooms = [kernel.room() for kernel, _ in launches]
+        self._said = [kernel.node(*grid, room) for (kernel, grid), room in zip(launches, self._rooms, strict=True)]
+        self._nodes = [ctypes.c_void_p() for _ in launches]
+        for number, (node, said) in enumerate(zip(self._nodes, self._said, strict=True)):
+            after = ctypes.byref(self._nodes[number - 1])  # the first one comes after none
+            add = driver.cuGraphAddKernelNode_v2
+            _check(add(ctypes.byref(node), self._graph, after, min(number, 1), ctypes.byref(said)))
+        _check(driver.cuGraphInstantiateWithFlags(ctypes.byref(self._ready), self._graph, 0))
+        finalize(self, _destroy, driver, self._graph, self._ready)
+
+    def fill(self, number: int, values: Sequence[Any]) -> None:
+        """From now on the launch of this number is given these parameters, as `DriverKernel.launch` takes them."""
+        self._rooms[number].fill(values)
+        said = ctypes.byref(self._said[number])
+        _check(_driver().cuGraphExecKernelNodeSetParams_v2(self._ready, self._nodes[number], said))
+
+    def start(self, stream: int) -> None:
+        """Starts all on a stream, by its address; they have to be filled."""
+        error = _driver().cuGraphLaunch(self._ready, stream)
+        if error:
+            _fail("kernels cannot be launched", error)
+
+
+def _destroy(driver: Any, graph: ctypes.c_void_p, ready: ctypes.c_void_p) -> None:
+    driver.cuGraphExecDestroy(ready)
+    driver.cuGraphDestroy(graph)
 
 
 def load(compiled: Any) -> DriverKernel | None:
@@ -219,6 +259,7 @@ def _driver() -> Any:
     """The driver's library, with the types of what is called in every step."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    driver.cuGraphLaunch.argtypes = [ctypes.c_void_p] * 2
     return driver
 
 

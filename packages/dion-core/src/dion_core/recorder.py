@@ -110,7 +110,7 @@ class Recording(TorchDispatchMode):
 
     def __init__(self, device: torch.device, foreign: Iterable[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.entries: list[Entry | Launches] = []
+        self.entries: list[Entry] = []
         self.reason = ""
         """Why the step cannot be recorded; empty if it can."""
         self._device, self._foreign = device, frozenset(foreign)
@@ -136,7 +136,7 @@ class Recording(TorchDispatchMode):
         addresses = (descriptor.base.data_ptr() for descriptor in launch.descriptors)
         described = {n: spot for n, address in enumerate(addresses) if (spot := self._memory.spot(address)) is not None}
         last = self.entries[-1] if self.entries else None
-        if not isinstance(last, Launches):
+        if not isinstance(last, Launches) or last.launches[0].launch.stream != launch.stream:
             last = Launches([])
             self.entries.append(last)
         last.launches.append(RecordedLaunch(replace(launch, arguments=arguments), spots, described))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from dion_core.block import Block
-from dion_core.cuda_driver import described, launch_all
+from dion_core.cuda_driver import LaunchGraph, described
 from dion_core.recording import Handle, Launch
 
 
@@ -98,17 +98,32 @@ class RecordedLaunch(NamedTuple):
     descriptors: Mapping[int, Spot]
 
 
-class BoundLaunch:
-    """A launch that is ready in memory of its own, and is filled anew where the block has moved."""
+class BoundLaunches:
+    """Launches that are ready as one graph, which is filled anew where the block has moved."""
 
-    def __init__(self, recorded: RecordedLaunch, block: Block) -> None:
-        self._launch, self._room = recorded.launch, recorded.launch.kernel.room()
-        self._addresses = [descriptor.base.data_ptr() for descriptor in recorded.launch.descriptors]
-        self._offsets, self._described = (_offsets(each, block) for each in (recorded.arguments, recorded.descriptors))
-        self.call = self._room.call
+    def __init__(self, launches: Sequence[RecordedLaunch], block: Block) -> None:
+        self._graph = LaunchGraph([(each.launch.kernel, each.launch.grid) for each in launches])
+        self._stream, self._launches = launches[0].launch.stream, [_BoundLaunch(each, block) for each in launches]
+
+    def __call__(self, run: Run) -> None:
+        self._graph.start(self._stream)
 
     def move(self, start: int) -> None:
         """The block starts there now."""
+        for number, launch in enumerate(self._launches):
+            self._graph.fill(number, launch.values(start))
+
+
+class _BoundLaunch:
+    """What a launch is given, by where the block is."""
+
+    def __init__(self, recorded: RecordedLaunch, block: Block) -> None:
+        self._launch = recorded.launch
+        self._addresses = [descriptor.base.data_ptr() for descriptor in recorded.launch.descriptors]
+        self._offsets, self._described = (_offsets(each, block) for each in (recorded.arguments, recorded.descriptors))
+
+    def values(self, start: int) -> list[Any]:
+        """All parameters where the block starts there."""
         launch, offsets = self._launch, self._offsets
         values = [start + offsets[n] if n in offsets else value for n, value in enumerate(launch.values)]
         packed = list(launch.packed) if not self._described else list[Any]()
@@ -116,7 +131,7 @@ class BoundLaunch:
             for number, (descriptor, address) in enumerate(zip(launch.descriptors, self._addresses, strict=True)):
                 moved = start + self._described[number] if number in self._described else address
                 packed += described(descriptor, launch.compiled, number, moved)
-        launch.kernel.fill(self._room, *launch.grid, launch.stream, [*packed, *values])
+        return [*packed, *values]
 
 
 def _offsets(spots: Mapping[int, Spot], block: Block) -> dict[int, int]:
@@ -126,25 +141,21 @@ def _offsets(spots: Mapping[int, Spot], block: Block) -> dict[int, int]:
 
 
 class Launches(NamedTuple):
-    """Launches that follow each other."""
+    """Launches that follow each other on one stream."""
 
     launches: list[RecordedLaunch]
+
+    def bound(self, block: Block) -> BoundLaunches:
+        return BoundLaunches(self.launches, block)
 
 
 class Tape:
     """A step that can be done again, in a block of memory that it has only while it runs."""
 
-    def __init__(self, entries: Sequence[Entry | Launches], block: Block) -> None:
+    def __init__(self, entries: Sequence[Entry], block: Block) -> None:
         self._block, self._start = block, -1
-        self._launches: list[BoundLaunch] = []
-        self._steps: list[Callable[[Run], None]] = []
-        for entry in entries:
-            if isinstance(entry, Launches):
-                launches = [BoundLaunch(launch, block) for launch in entry.launches]
-                self._launches += launches
-                self._steps.append(_started([launch.call for launch in launches]))
-            else:
-                self._steps.append(entry.bound(block))
+        self._steps = [entry.bound(block) for entry in entries]
+        self._launches = [step for step in self._steps if isinstance(step, BoundLaunches)]
         block.give_back()
 
     def replay(self, arguments: tuple[Any, ...]) -> bool:
@@ -160,8 +171,8 @@ class Tape:
         run = Run(arguments)
         try:
             if start != self._start:
-                for launch in self._launches:
-                    launch.move(start)
+                for launches in self._launches:
+                    launches.move(start)
                 self._start = start
             for step in self._steps:
                 step(run)
@@ -174,7 +185,3 @@ class Tape:
         finally:
             self._block.give_back()
         return True
-
-
-def _started(calls: Sequence[tuple[Any, ...]]) -> Callable[[Run], None]:
-    return lambda run: launch_all(calls)
