@@ -118,7 +118,6 @@ def test_a_layout_by_hand() -> None:
     assert tables.position.tolist() == [[1, 2], [5, 6]]
     assert tables.place_in((0, 6, 10)).tolist() == [[0, 6, 7, 1, 10], [8, 9, 3, 4, 5]]
     assert tables.place_in((5, 20, 30)).tolist() == [[5, 20, 21, 6, 30], [22, 23, 8, 9, 10]]
-    assert tables.place_in((0, 6, 10)) is tables.place_in((0, 6, 10))
     assert tables.rank_of_row.tolist() == [[0, 1, 1, 0, 2], [1, 1, 0, 0, 0]]
     assert tables.num_rows.tolist() == [[2, 3], [2, 2], [1, 0]]
 

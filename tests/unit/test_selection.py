@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dion_core.layout import Axis, RowTables, split_layout
 from dion_core.rows import SKIPPED_SCORE, RowSelection
-from dion_core.selection import AllRows, GlobalRows, LocalRows, Selector, rows_to_select, whole_scores
+from dion_core.selection import AllRows, GlobalRows, LocalRows, Selector, WholeScores, added_scores, rows_to_select
 from tests.unit.test_layout import CPU, Holders, chunk_holders, fake_group, layout_of, random_holders, rows_of
 
 LAYOUTS = [
@@ -55,7 +55,7 @@ def select_everywhere(
         if selector.needs_all_scores:
             pieces = [local_scores(scores, holders, each).flatten() for each in range(size)]
             starts = tuple(accumulate(map(len, pieces), initial=0))[:-1]
-            known = whole_scores(local_scores(scores, holders, rank), torch.cat(pieces), starts, RowTables(layout, CPU))
+            known = WholeScores().of_rows(torch.cat(pieces), {0: starts}, {0: RowTables(layout, CPU)})[0]
         else:
             known = local_scores(scores, holders, rank)
         selections.append(selector.select(known, RowTables(layout, CPU), torch.tensor(active)))
@@ -173,21 +173,28 @@ def test_counts_of_the_formula() -> None:
 
 
 def test_whole_scores_of_split_columns_add_up() -> None:
-    layout = split_layout(fake_group(1, 3), Axis.COLUMNS, (2, 6)).stack(2)
     pieces = [torch.tensor([1.0, 2.0, 3.0, 4.0]) * 10**rank for rank in range(3)]
-    whole = whole_scores(pieces[1].view(2, 2), torch.cat(pieces), (0, 4, 8), RowTables(layout, CPU))
+    whole = added_scores(pieces[1].view(2, 2), torch.cat(pieces), (0, 4, 8))
     assert whole.tolist() == [[111.0, 222.0], [333.0, 444.0]]
 
 
 def test_a_row_that_one_rank_of_split_columns_leaves_out_comes_last() -> None:
-    layout = split_layout(fake_group(0, 2), Axis.COLUMNS, (3, 2))
     pieces = [torch.tensor([SKIPPED_SCORE, 0.0, 1.0]), torch.tensor([50.0, 0.0, SKIPPED_SCORE])]
-    whole = whole_scores(pieces[0].view(1, 3), torch.cat(pieces), (0, 3), RowTables(layout, CPU))
+    whole = added_scores(pieces[0].view(1, 3), torch.cat(pieces), (0, 3))
     assert whole.tolist() == [[SKIPPED_SCORE, 0.0, SKIPPED_SCORE]]
 
 
-@pytest.mark.parametrize("axis", [Axis.REPLICATED, Axis.WHOLE])
-def test_whole_scores_where_nothing_is_split(axis: Axis) -> None:
-    layout = split_layout(fake_group(0, 2), axis, (3, 2))
-    scores = torch.tensor([[3.0, 1.0, 2.0]])
-    assert whole_scores(scores, scores, (), RowTables(layout, CPU)) is scores
+def test_scores_of_several_buckets_are_found_in_one_message() -> None:
+    """Two buckets, whose rows two ranks hold in turn: of one matrix of 3 rows and of two of 2."""
+    layouts = {4: layout_of([[0, 1, 0]], 0, 2, 1), 7: layout_of([[0, 1], [1, 0]], 0, 2, 1)}
+    tables = {number: RowTables(layout, CPU) for number, layout in layouts.items()}
+    gathered = torch.tensor([10.0, 12.0, 20.0, 31.0, 11.0, 21.0, 30.0])
+    scores, starts = WholeScores(), {4: (0, 4), 7: (2, 5)}
+    for factor in (1, 2, 3):
+        whole = scores.of_rows(gathered * factor, starts, tables)
+        assert (whole[4] / factor).tolist() == [[10.0, 11.0, 12.0]]
+        assert (whole[7] / factor).tolist() == [[20.0, 21.0], [30.0, 31.0]]
+        assert all(each.is_contiguous() for each in whole.values())
+        assert all(each.data_ptr() % 16 == 0 for each in whole.values())
+    other = scores.of_rows(gathered, {7: (2, 5)}, tables)
+    assert other[7].tolist() == [[20.0, 21.0], [30.0, 31.0]]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 
 from dion_core import collectives, process_groups, watchdog
 from dion_core.collectives import TransportError
@@ -172,18 +171,13 @@ class FakeEvent:
 
     passed = False
 
-    def record(self, stream: str) -> None:
-        self.recorded = stream == "current"
-
     def query(self) -> bool:
-        assert self.recorded
         return FakeEvent.passed
 
 
 def test_a_work_is_let_go_of_once_the_stream_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the tensors of its collective, and the watchdog may look only many steps later."""
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(watchdog, "_current_stream", lambda: "current")
+    monkeypatch.setattr(watchdog, "recorded_event", FakeEvent)
     work = FakeWork(done=False)
     watched = watchdog.Watched([work])
     gone = weakref.ref(work)

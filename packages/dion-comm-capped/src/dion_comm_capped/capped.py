@@ -18,6 +18,7 @@ from torch import Tensor
 from dion_comm_capped.budgets import LearnedBudgets, fixed_budgets
 from dion_comm_capped.ops import admit, read_headers, rows_by_pair, slots, write_headers_
 from dion_comm_capped.pool import COUNT_BYTES, Budgets, PoolPlan, PoolTables
+from dion_core.events import recorded_event
 from dion_core.layout import Axis
 from dion_core.newton_schulz import Orthogonalizer
 from dion_core.ops import spread_
@@ -252,8 +253,7 @@ class _Copy:
         if counts.is_cuda:
             self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
             self._host.copy_(counts, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._event = recorded_event()
 
     @property
     def arrived(self) -> bool:

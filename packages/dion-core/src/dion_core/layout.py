@@ -196,23 +196,17 @@ class RowTables:
         """
         return self._position(self.layout.group.rank)
 
-    def place_in(self, starts: tuple[int, ...]) -> Tensor:
+    def place_in(self, starts: Sequence[int]) -> Tensor:
         """(N, R) int64: the place of every row in a buffer where each rank's (N, R local) values begin at starts[rank].
 
-        Only for matrices whose rows are split. Kept, since it is the same in every step.
+        Only for matrices whose rows are split.
         """
-        if starts not in self._places:
-            num_matrices, rows = self.layout.num_matrices, self.layout.shape[0]
-            table = torch.empty(num_matrices * rows + 1, dtype=torch.int64, device=self.device)
-            for rank, start in enumerate(starts):
-                position = self._position(rank).flatten()
-                table[position] = start + torch.arange(len(position), device=self.device)
-            self._places[starts] = table[:-1].view(num_matrices, rows)
-        return self._places[starts]
-
-    @cached_property
-    def _places(self) -> dict[tuple[int, ...], Tensor]:
-        return {}
+        num_matrices, rows = self.layout.num_matrices, self.layout.shape[0]
+        table = torch.empty(num_matrices * rows + 1, dtype=torch.int64, device=self.device)
+        for rank, start in enumerate(starts):
+            position = self._position(rank).flatten()
+            table[position] = start + torch.arange(len(position), device=self.device)
+        return table[:-1].view(num_matrices, rows)
 
     @cached_property
     def every_row(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ from dion_core.buckets import MatrixBucket
 from dion_core.collectives import Group, split
 from dion_core.delivery import Target, Update
 from dion_core.elementwise import adamw_, lion_
-from dion_core.layout import in_pieces
+from dion_core.layout import Axis, in_pieces
 from dion_core.operands import Gradients, Operands, States
 from dion_core.ops import accumulate_, take_and_decay_, update_, wait_, with_age
 from dion_core.placements import local_tensor
@@ -26,7 +26,7 @@ from dion_core.plan import Plan
 from dion_core.presence import Presence
 from dion_core.recording import varying
 from dion_core.rows import RowSelection, overflowing_rows
-from dion_core.selection import added_scores, whole_scores
+from dion_core.selection import added_scores
 from dion_core.steps import BUCKETS_IN_FLIGHT, Steps, interleave, run
 
 Count = tuple[Tensor, Tensor]
@@ -56,7 +56,7 @@ def step_matrices(
         )
         for bucket, each in zip(plan.buckets, of_buckets, strict=True)
     ]
-    known = _gather_scores(plan.buckets, scores)
+    known = _gather_scores(plan, scores)
     selections = [
         bucket.selector.select(score, bucket.tables, of_bucket)
         for bucket, score, of_bucket in zip(plan.buckets, known, active, strict=False)
@@ -157,9 +157,9 @@ def agree_on_rows(buckets: Sequence[MatrixBucket], gradients: Sequence[Gradients
     return agreed
 
 
-def _gather_scores(buckets: Sequence[MatrixBucket], scores: Sequence[Tensor]) -> list[Tensor]:
+def _gather_scores(plan: Plan, scores: Sequence[Tensor]) -> list[Tensor]:
     """For every bucket the scores its selector needs: of the whole matrices, or of this rank's own rows."""
-    known = list(scores)
+    buckets, known = plan.buckets, list(scores)
     # Rows of which ranks hold some columns each have their scores added up first.
     parts = [
         layout.outer[-1].group if bucket.selector.needs_scores and layout.outer and layout.column_groups else None
@@ -167,22 +167,27 @@ def _gather_scores(buckets: Sequence[MatrixBucket], scores: Sequence[Tensor]) ->
         if (layout := bucket.bucket.layout)
     ]
     lengths = [[score.numel()] * (group.size if group else 0) for group, score in zip(parts, known, strict=True)]
-    for n, gathered, starts in _gathered(parts, known, lengths):
-        known[n] = added_scores(known[n], gathered, starts)
+    for gathered, starts in _gathered(parts, known, lengths):
+        for n, of_bucket in starts.items():
+            known[n] = added_scores(known[n], gathered, of_bucket)
     lines, lengths = [], []
     for bucket in buckets:
         layout = bucket.bucket.layout
         lines.append(layout.group if bucket.selector.needs_all_scores and in_pieces(layout) else None)
         lengths.append([layout.num_matrices * layout.max_rows(rank) for rank in range(layout.group.size)])
-    for n, gathered, starts in _gathered(lines, known, lengths):
-        known[n] = whole_scores(known[n], gathered, starts, buckets[n].tables)
+    for gathered, starts in _gathered(lines, known, lengths):
+        by_rows = {n: each for n, each in starts.items() if buckets[n].bucket.layout.axis is Axis.ROWS}
+        if by_rows:
+            found = plan.whole_scores.of_rows(gathered, by_rows, {n: buckets[n].tables for n in by_rows})
+        for n, of_bucket in starts.items():
+            known[n] = found[n] if n in by_rows else added_scores(known[n], gathered, of_bucket)
     return known
 
 
 def _gathered(
     groups: Sequence[Group | None], scores: Sequence[Tensor], lengths: Sequence[Sequence[int]]
-) -> Iterator[tuple[int, Tensor, tuple[int, ...]]]:
-    """For every bucket with a group its number, scores of all ranks, and where those of each rank begin in them.
+) -> Iterator[tuple[Tensor, dict[int, tuple[int, ...]]]]:
+    """Scores of all ranks, and by number of the bucket where those of each rank begin in them.
 
     All buckets of one group and dtype share one message.
 
@@ -206,8 +211,7 @@ def _gathered(
         pending.append((group.named("row scores").all_gather(outputs, message), numbers, gathered, starts))
     for handle, numbers, gathered, starts in pending:
         handle.wait()
-        for place, n in enumerate(numbers):
-            yield n, gathered, tuple(starts[place : -1 : len(numbers)])
+        yield gathered, {n: tuple(starts[place : -1 : len(numbers)]) for place, n in enumerate(numbers)}
 
 
 def move(bucket: MatrixBucket, operands: Operands, chosen: RowSelection, counts: list[Count]) -> Steps[Update]:

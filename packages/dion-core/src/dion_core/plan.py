@@ -23,6 +23,7 @@ from dion_core.options import OPTIONS
 from dion_core.presence import Presence
 from dion_core.registry import Choice, choose_transport
 from dion_core.rules import Rule
+from dion_core.selection import WholeScores
 from dion_core.sessions import open_session
 from dion_core.transport import Scope, Session, Transport
 from dion_core.views import VIEW_KEYS, parameter_matrices
@@ -54,6 +55,11 @@ class Plan:
 
     state_mode = "like_parameters"
     """Where the state lies: see `layerwise` for the other one."""
+
+    @cached_property
+    def whole_scores(self) -> WholeScores:
+        """What puts the scores of matrices together."""
+        return WholeScores()
 
     @cached_property
     def targets(self) -> Sequence[Target]:

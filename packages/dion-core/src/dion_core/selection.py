@@ -7,14 +7,15 @@ Legend: N matrices, R rows of a whole matrix, K slots a matrix, W ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dion_core.layout import Axis, Layout, RowTables
+from dion_core.layout import Layout, RowTables
+from dion_core.matrices import ALIGNMENT
 from dion_core.ops import choose, choose_local
 from dion_core.rows import SKIPPED_SCORE, RowSelection
 
@@ -160,21 +161,38 @@ def _rows_before(tables: RowTables) -> Tensor:
     return rows.cumsum(1) - rows
 
 
-def whole_scores(local: Tensor, gathered: Tensor, starts: tuple[int, ...], tables: RowTables) -> Tensor:
-    """(N, R) scores of the whole matrices, bit-equal on all ranks.
+class WholeScores:
+    """Puts the scores of all ranks together, by tables that are made once, since they are the same in every step."""
 
-    Args:
-        local: (N, R local) scores of this rank, which are whole already where no axis is split.
-        gathered: 1-D, the scores of all ranks; not looked at where no axis is split.
-        starts: by rank, where its (N, R local) scores begin in `gathered`.
-        tables: where the rows lie.
-    """
-    layout = tables.layout
-    if layout.axis is Axis.COLUMNS:
-        return added_scores(local, gathered, starts)
-    if layout.axis is Axis.ROWS:
-        return gathered.take(tables.place_in(starts))
-    return local
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, ...], Tensor] = {}
+
+    def of_rows(
+        self, gathered: Tensor, starts: Mapping[int, Sequence[int]], tables: Mapping[int, RowTables]
+    ) -> dict[int, Tensor]:
+        """(N, R) scores of the whole matrices of several buckets whose rows are split, bit-equal on all ranks.
+
+        Args:
+            gathered: 1-D, the scores of all ranks.
+            starts: by number of the bucket and by rank, where its (N, R local) scores begin in `gathered`.
+            tables: by number of the bucket, where the rows lie.
+        """
+        places = self._places.get(tuple(starts))
+        if places is None:
+            of_each = [tables[number].place_in(each).flatten() for number, each in starts.items()]
+            places = self._places[tuple(starts)] = torch.cat([_padded(each) for each in of_each])
+        whole, start, found = gathered.take(places), 0, dict[int, Tensor]()
+        for number in starts:
+            layout = tables[number].layout
+            size = layout.num_matrices * layout.shape[0]
+            found[number] = whole[start : start + size].view(layout.num_matrices, layout.shape[0])
+            start += size + -size % ALIGNMENT
+        return found
+
+
+def _padded(places: Tensor) -> Tensor:
+    """So long that what follows starts at a multiple of 16 bytes: kernels are compiled for that."""
+    return torch.nn.functional.pad(places, (0, -len(places) % ALIGNMENT))
 
 
 def added_scores(local: Tensor, gathered: Tensor, starts: Sequence[int]) -> Tensor:

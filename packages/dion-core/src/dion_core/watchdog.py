@@ -11,10 +11,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
+
+from dion_core.events import recorded_event
 
 logger = logging.getLogger("dion_core")
 
@@ -42,24 +43,12 @@ class Watched:
 
     def waited(self) -> None:
         """The current stream waits for the works: it lets go of them."""
-        event = torch.cuda.Event()
-        event.record(_current_stream())
-        self._event = event
+        self._event = recorded_event()
         self._works = ()
 
     def is_completed(self) -> bool:
         works, event = self._works, self._event  # in this order: an event is there before the works are gone
         return event.query() if event is not None else all(work.is_completed() for work in works)
-
-
-def _current_stream() -> torch.cuda.Stream:
-    """That of torch.cuda, which makes it anew in every call; this takes longer than to record an event."""
-    return _stream(*torch._C._cuda_getCurrentStream(torch.cuda.current_device()))
-
-
-@lru_cache(maxsize=64)
-def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 class _Entry(NamedTuple):
