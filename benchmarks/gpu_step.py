@@ -155,12 +155,14 @@ def measure(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
 
 def profile(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
     """What a profiler says of the case: launches and stages; prints and writes what the settings ask for."""
+    # On the host, so that no kernel of it is among those of the step: profilers start at different times.
+    meet = dist.new_group(backend="gloo") if settings.world is not None else None
     with running(case, settings, peer=peer) as run:
         step = run.build()
-        for _ in range(3):
+        for _ in range(5):
             run.renew()
             step()
-        found = profiled(step, run.renew)
+        found = profiled(step, run.renew, (lambda: dist.barrier(meet)) if meet is not None else lambda: None)
         launches, stages, exposed = stages_of(found)
     if settings.kernels and _is_first():
         print(found.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=60))

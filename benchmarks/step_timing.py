@@ -128,12 +128,19 @@ def _timed(
     return statistics.median(device), statistics.median(host)
 
 
-def profiled(step: Callable[[], Any], renew: Callable[[], None]) -> Any:
-    """The profile (torch.profiler) of one step, of host and device."""
+def profiled(step: Callable[[], Any], renew: Callable[[], None], meet: Callable[[], None]) -> Any:
+    """The profile (torch.profiler) of one step, of host and device.
+
+    Args:
+        step: what is profiled.
+        renew: gives fresh gradients before it.
+        meet: returns on all ranks at once, without the device: what one waits for another is no time of a wire.
+    """
     renew()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
+        meet()
         step()
         torch.cuda.synchronize()
     return profile

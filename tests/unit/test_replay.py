@@ -203,6 +203,14 @@ def test_a_step_goes_on_as_it_is_where_there_is_no_room(step: Steps, monkeypatch
     assert [step("a") for _ in range(3)] == [False, False, True]
 
 
+def test_what_someone_else_captures_is_run_as_it_is(step: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [step("a") for _ in range(4)] == [False, False, True, True]
+    with monkeypatch.context() as patch:
+        patch.setattr(StepReplay, "_is_being_captured", lambda self: True)
+        assert [step("a") for _ in range(3)] == [False] * 3
+    assert [step("a") for _ in range(3)] == [False, False, True]
+
+
 def test_after_an_error_in_a_replay_the_next_one_is_right(step: Steps) -> None:
     for _ in range(3):
         step("a")

@@ -52,6 +52,10 @@ class StepReplay:
             foreign: gives the addresses of storages that may be others in the next step although the form is the same.
         """
         with self._on_device():
+            if self._is_being_captured():  # by someone else, whose graph must not hold what is free between steps
+                self.forget()
+                work()
+                return
             in_inference_mode = torch.is_inference_mode_enabled()  # operations look otherwise there
             form, lasting = (form, self._stream(), in_inference_mode), self._replayed
             if form == self._form:
@@ -87,6 +91,10 @@ class StepReplay:
         if self._device.type != "cuda" or index is None or index == torch.cuda.current_device():
             return nullcontext()
         return torch.cuda.device(index)
+
+    def _is_being_captured(self) -> bool:
+        """Whether what the current stream is given now becomes part of a graph."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _stream(self) -> int:
         """Where the work goes now: what is recorded goes there again."""
