@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,7 @@ def measure(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
         "world": settings.world,
         "group": settings.group,
     }
+    failed = ""
     try:
         with running(case, settings, peer=peer) as run:
             timing = time_steps(run.build, run.renew, together=settings.world is not None)
@@ -148,21 +150,22 @@ def measure(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
     except Exception as error:
         if not peer:
             raise
-        return row | {"failed": f"{type(error).__name__}: {error}"[:500]}
+        failed = f"{type(error).__name__}: {error}"[:500]
+    if peer and (failed := _first_of_ranks(failed, settings)):
+        return row | {"failed": failed}
     reads, rows = report.get("host_reads_per_step"), report.get("rows")
     return row | timing.as_dict() | {"host_reads": reads, "rows": rows}
 
 
 def profile(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
     """What a profiler says of the case: launches and stages; prints and writes what the settings ask for."""
-    # On the host, so that no kernel of it is among those of the step: profilers start at different times.
-    meet = dist.new_group(backend="gloo") if settings.world is not None else None
     with running(case, settings, peer=peer) as run:
         step = run.build()
         for _ in range(5):
             run.renew()
             step()
-        found = profiled(step, run.renew, (lambda: dist.barrier(meet)) if meet is not None else lambda: None)
+        # No kernel of a meeting must be among those of the step; profilers start at different times.
+        found = profiled(step, run.renew, lambda: _first_of_ranks("", settings))
         launches, stages, exposed = stages_of(found)
     if settings.kernels and _is_first():
         print(found.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=60))
@@ -172,6 +175,21 @@ def profile(case: Case, settings: Settings, *, peer: bool) -> dict[str, Any]:
         name = str(case).replace(":", "-") + "-peer" * peer + "-captured" * settings.captured + rank
         found.export_chrome_trace(str(settings.trace / f"{name}.json.gz"))
     return {"launches": launches, "stages": stages, "exposed_wire": exposed}
+
+
+def _first_of_ranks(text: str, settings: Settings) -> str:
+    """The first of all ranks' texts that is not empty, which tells all whether one has failed. Collective."""
+    texts = [text]
+    if settings.world is not None:
+        texts *= settings.world
+        dist.all_gather_object(texts, text, group=_hosts())
+    return next(filter(None, texts), "")
+
+
+@cache
+def _hosts() -> dist.ProcessGroup:
+    """The ranks by gloo, which leaves their devices alone."""
+    return dist.new_group(backend="gloo")
 
 
 def _is_first() -> bool:

@@ -128,7 +128,7 @@ def _timed(
     return statistics.median(device), statistics.median(host)
 
 
-def profiled(step: Callable[[], Any], renew: Callable[[], None], meet: Callable[[], None]) -> Any:
+def profiled(step: Callable[[], Any], renew: Callable[[], None], meet: Callable[[], Any]) -> Any:
     """The profile (torch.profiler) of one step, of host and device.
 
     Args:

@@ -24,7 +24,8 @@ class Driver:
 
     def __init__(self) -> None:
         self.launched: list[tuple[int, int, int]] = []
-        self.started = 0
+        self.started, self.mode = 0, 0
+        self.ready_error = 0
         self.graphs: dict[int, list[tuple[int, int, int]]] = {}
         """Of graphs and of what they are ready as: what each node was given."""
 
@@ -46,7 +47,7 @@ class Driver:
         return 0
 
     def cuGraphInstantiateWithFlags(self, ready: Any, graph: Any, flags: int) -> int:
-        return self._add(ready, list(self.graphs[graph.value]))
+        return self.ready_error or self._add(ready, list(self.graphs[graph.value]))
 
     def cuGraphExecKernelNodeSetParams_v2(self, ready: Any, node: Any, said: Any) -> int:
         self.graphs[ready.value][node.value - 1] = _given(said._obj.parameters)
@@ -56,11 +57,20 @@ class Driver:
         self.started += 1
         return max(map(self._run, self.graphs[ready.value]))
 
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        self.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
+
     def cuGraphExecDestroy(self, ready: Any) -> int:
+        assert self.mode == 2, "else it may end a capture"
         del self.graphs[ready.value]
         return 0
 
     cuGraphDestroy = cuGraphExecDestroy
+
+    def cuGetErrorString(self, error: int, text: Any) -> int:
+        text._obj.value = b"out of memory"
+        return 0
 
     def _add(self, handle: Any, nodes: list[tuple[int, int, int]]) -> int:
         handle._obj.value = max(self.graphs, default=0) + 1

@@ -88,6 +88,26 @@ def test_replay_follows_the_rates(kind: type[Any], dtype: torch.dtype) -> None:
     assert rows[0] == rows[1]
 
 
+def test_a_graph_that_someone_else_captures_is_not_disturbed() -> None:
+    pair, garbage = Pair(NorDion2), [Pair(Dion2)]
+    for number in range(ALIKE + 2):
+        pair.step(number)
+        garbage[0].step(number)
+    assert is_replayed(pair.replayed)
+    assert is_replayed(garbage[0].replayed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pair.replayed.step()
+        garbage.clear()
+        gc.collect()  # frees the graphs of the other optimizer's launches
+    graph.replay()
+    pair.sides[0][1].step()
+    pair.assert_equal()
+    for number in range(10, 15):
+        pair.step(number)
+    assert is_replayed(pair.replayed)
+
+
 def test_missing_gradients_options_groups_and_loaded_state_are_followed() -> None:
     pair = Pair(NorDion2)
     for number in range(5):

@@ -94,6 +94,43 @@ def test_launches_and_operations_follow_each_other(driver: Driver) -> None:
     del made
     gc.collect()
     assert not driver.graphs
+    assert driver.mode == 0, "as it was"
+
+
+def test_a_step_whose_launches_make_no_graph_runs_as_it_is(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(StepReplay, "_stream", lambda self: 0)
+    values, replayed = Values(), StepReplay(CPU)
+    driver.ready_error = 2
+    with caplog.at_level("INFO", logger="dion_core"):
+        for number in range(1, 6):
+            values.renew(number)
+            replayed.run(lambda: double(values.given, values.result, 40), "form", (), list)
+            assert torch.equal(values.result[:40], 2 * values.given[:40])
+            assert len(driver.launched) == number
+    (line,) = caplog.messages
+    assert "launches cannot be put into a graph: CUDA error 2 (out of memory)" in line
+    gc.collect()
+    assert not driver.graphs
+
+
+def test_nothing_is_freed_while_someone_else_captures(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepReplay, "_stream", lambda self: 0)
+    values, replayed = Values(), StepReplay(CPU)
+
+    def step() -> None:
+        replayed.run(lambda: double(values.given, values.result, 40), "form", (), list)
+
+    for _ in range(4):
+        step()
+    assert (driver.started, len(driver.graphs)) == (2, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(StepReplay, "_is_being_captured", lambda self: True)
+        step()
+        assert (driver.started, len(driver.graphs)) == (2, 2)
+    step()
+    assert not driver.graphs
 
 
 class Address:

@@ -192,7 +192,8 @@ def planned(transport: Transport, rank: int) -> Report:
     plan = Plan(members, buckets, [], choice, loads, [options])
     with patch("dion_core.plan._warm_up"):  # nobody is there to be connected with
         plan.open()
-    plan.buckets[0].chosen[1] += 5
+    plan.buckets[0].chosen[1] += 7
+    plan.buckets[0].applied[1] += 5
     with observe() as calls:
         report = as_json(make_report(plan, {}, 3, torch.tensor(1.0), [0, 0, 0]))
     assert calls == []
@@ -233,10 +234,10 @@ def test_the_plan_of_several_ranks(transport: Transport, forward: list[int]) -> 
             assert each["traffic"]["bytes"] == sum(each["traffic"]["forward"]) + sum(each["traffic"]["back"])
         assert report["bytes_per_step"] == rows["traffic"]["bytes"] + columns["traffic"]["bytes"]
         assert report["rows"] == {
-            "chosen": 5,
+            "chosen": 7,
             "applied": 5,
             "nonfinite": 0,
-            "deferred": 0,
+            "deferred": 2,
             "waiting": 0,
             "oldest_waiting": 0,
         }

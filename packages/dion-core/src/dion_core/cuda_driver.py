@@ -26,7 +26,13 @@ _FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I"
 _MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _CONFIG = struct.Struct("<7I4xQ16x")
 """CUlaunchConfig: grid, block and shared memory, the stream, no attributes."""
+_NO_GRAPH = "launches cannot be put into a graph"
+_RELAXED = 2  # a mode of capturing in which nothing that its thread does disturbs it
 _PROMOTE_128 = 2  # of what a copy touches in the L2 cache, 128 bytes are fetched
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver did not do what it was asked for."""
 
 
 class _Room:
@@ -72,8 +78,7 @@ class DriverKernel:
             _CONFIG.pack_into(self._config, 0, programs, second, 1, self._threads, 1, 1, self._shared, stream)
             self._room.fill(values)
             error = _driver().cuLaunchKernelEx(self._config, self._function, self._room.places, None)
-        if error:
-            _fail("a kernel cannot be launched", error)
+        _check(error, "a kernel cannot be launched")
 
     def room(self) -> _Room:
         """Room for the parameters of one launch."""
@@ -104,33 +109,38 @@ class LaunchGraph:
 
     def __init__(self, launches: Sequence[tuple[DriverKernel, tuple[int, int]]]) -> None:
         driver, self._graph, self._ready = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-        _check(driver.cuGraphCreate(ctypes.byref(self._graph), 0))
+        # At exit the driver frees all itself, and in a process that was forked it is not there.
+        finalize(self, _destroy, driver, self._graph, self._ready).atexit = False
+        _check(driver.cuGraphCreate(ctypes.byref(self._graph), 0), _NO_GRAPH)
+        add = driver.cuGraphAddKernelNode_v2
         self._rooms = [kernel.room() for kernel, _ in launches]
-        self._said = [kernel.node(*grid, room) for (kernel, grid), room in zip(launches, self._rooms, strict=True)]
+        self._given = [kernel.node(*grid, room) for (kernel, grid), room in zip(launches, self._rooms, strict=True)]
         self._nodes = [ctypes.c_void_p() for _ in launches]
-        for number, (node, said) in enumerate(zip(self._nodes, self._said, strict=True)):
+        for number, (node, given) in enumerate(zip(self._nodes, self._given, strict=True)):
             after = ctypes.byref(self._nodes[number - 1])  # the first one comes after none
-            add = driver.cuGraphAddKernelNode_v2
-            _check(add(ctypes.byref(node), self._graph, after, min(number, 1), ctypes.byref(said)))
-        _check(driver.cuGraphInstantiateWithFlags(ctypes.byref(self._ready), self._graph, 0))
-        finalize(self, _destroy, driver, self._graph, self._ready)
+            _check(add(ctypes.byref(node), self._graph, after, min(number, 1), ctypes.byref(given)), _NO_GRAPH)
+        _check(driver.cuGraphInstantiateWithFlags(ctypes.byref(self._ready), self._graph, 0), _NO_GRAPH)
 
     def fill(self, number: int, values: Sequence[Any]) -> None:
         """From now on the launch of this number is given these parameters, as `DriverKernel.launch` takes them."""
         self._rooms[number].fill(values)
-        said = ctypes.byref(self._said[number])
-        _check(_driver().cuGraphExecKernelNodeSetParams_v2(self._ready, self._nodes[number], said))
+        given = ctypes.byref(self._given[number])
+        _check(_driver().cuGraphExecKernelNodeSetParams_v2(self._ready, self._nodes[number], given), _NO_GRAPH)
 
     def start(self, stream: int) -> None:
         """Starts all on a stream, by its address; they have to be filled."""
-        error = _driver().cuGraphLaunch(self._ready, stream)
-        if error:
-            _fail("kernels cannot be launched", error)
+        _check(_driver().cuGraphLaunch(self._ready, stream), "kernels cannot be launched")
 
 
 def _destroy(driver: Any, graph: ctypes.c_void_p, ready: ctypes.c_void_p) -> None:
-    driver.cuGraphExecDestroy(ready)
-    driver.cuGraphDestroy(graph)
+    # Garbage is collected at any time, also while this thread captures a stream, which this must not end.
+    mode = ctypes.c_int(_RELAXED)
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    if ready:
+        driver.cuGraphExecDestroy(ready)
+    if graph:
+        driver.cuGraphDestroy(graph)
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def load(compiled: Any) -> DriverKernel | None:
@@ -186,8 +196,7 @@ def described(descriptor: Any, compiled: Any, number: int, address: int) -> tupl
         _PROMOTE_128,
         0,
     )
-    if error:
-        _fail(f"a tensor of shape {shape} and strides {strides} cannot be described to the copy engine", error)
+    _check(error, f"a tensor of shape {shape} and strides {strides} cannot be described to the copy engine")
     return (ctypes.string_at(start, _MAP_SIZE), *shape, *strides)
 
 
@@ -263,12 +272,8 @@ def _driver() -> Any:
     return driver
 
 
-def _check(error: int) -> None:
+def _check(error: int, what: str = "a kernel cannot be loaded") -> None:
     if error:
-        _fail("a kernel cannot be loaded", error)
-
-
-def _fail(what: str, error: int) -> None:
-    text = ctypes.c_char_p()
-    _driver().cuGetErrorString(error, ctypes.byref(text))
-    raise RuntimeError(f"{what}: CUDA error {error} ({(text.value or b'unknown').decode()})")
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(error, ctypes.byref(text))
+        raise DriverError(f"{what}: CUDA error {error} ({(text.value or b'unknown').decode()})")

@@ -215,7 +215,10 @@ def _gathered(
 
 
 def move(bucket: MatrixBucket, operands: Operands, chosen: RowSelection, counts: list[Count]) -> Steps[Update]:
-    """What the rows chosen do to the parameters, after they were taken out of the momentum; `counts` gets some more."""
+    """What the rows chosen do to the parameters, after they were taken out of the momentum.
+
+    `counts` gets what its counters are to be raised by.
+    """
     options, scalars = bucket.options, operands.scalars
     chosen = with_age(chosen, operands.waited)
     selection = bucket.exchange.admit(chosen)

@@ -25,7 +25,7 @@ def _flags(here: tuple[bool, ...], device: torch.device) -> Tensor:
 @cache  # for good: captured steps, in which no gradient is missing, read it at its address
 def _complete(number: int, device: torch.device) -> Tensor:
     """`_flags` of so many parameters that all have gradients."""
-    return _flags((True,) * number, device).clone()
+    return _flags((True,) * number, device)
 
 
 @cache
@@ -66,7 +66,7 @@ class Presence:
             if bad:
                 self._flags[-1] = torch.stack([flag.to(device) for flag in bad]).any()
         if found_inf is not None:
-            self._flags[-1] = torch.maximum(self._flags[-1], found_inf.to(device) > 0)
+            self._flags[-1] = torch.maximum(self._flags[-1], (found_inf.to(device) <= 0).logical_not())
         self._handle: Handle = group.named("presence flags").all_reduce(self._flags, "max")
 
     @cached_property

@@ -37,12 +37,6 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.uint8)
 
 
-def _gathering(process_group: dist.ProcessGroup) -> Callable[..., dist.Work]:
-    """What gathers into one tensor; torch 2.13 gave it another name."""
-    named: Callable[..., dist.Work] | None = getattr(process_group, "all_gather_single", None)
-    return named or process_group._allgather_base
-
-
 class _Pending:
     """Works to wait for, with the tensors that they read and write kept alive until then."""
 
@@ -133,14 +127,17 @@ class TorchGroup:
     def named(self, label: str) -> TorchGroup:
         return replace(self, label=label)
 
-    # The three of every step call the process group as the functions of torch.distributed do, without their checks of
+    # What NCCL does in every step calls the process group as functions of torch.distributed do, without their checks of
     # arguments, which take a third of the time of a launch.
 
     @message
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Callable[[], Handle]:
         sent, whole = [num_bytes(tensor)] * self.size, adjacent(outputs) if tensor.is_cuda and not self.order else None
         if whole is not None:  # NCCL gathers straight into it; a list it would fill by copies
-            gather, given = _gathering(self.process_group), (_as_bytes(whole), _as_bytes(tensor), AllgatherOptions())
+            gather, given = (
+                self.process_group._allgather_base,
+                (_as_bytes(whole), _as_bytes(tensor), AllgatherOptions()),
+            )
             return self._prepared("all_gather", sent, lambda: [gather(*given)], tensor, *outputs)
 
         def start() -> list[dist.Work]:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dion_core.block import Block, Region, Use, arranged
+from dion_core.cuda_driver import DriverError
 from dion_core.recording import Handle, Launch, recorded_by
 from dion_core.tape import Entry, Launches, Message, Operation, RecordedLaunch, Spot, Tape, Varying, Wait
 
@@ -127,7 +128,9 @@ class Recording(TorchDispatchMode):
             return Tape(self.entries, self._memory.block(self._device))
         except torch.OutOfMemoryError as error:  # the work is done all the same
             self.refuse(f"there is no room for its memory in one block: {error}")
-            return None
+        except DriverError as error:
+            self.refuse(str(error))
+        return None
 
     def launch(self, launch: Launch) -> None:
         launch.kernel.launch(*launch.grid, launch.stream, [*launch.packed, *launch.values])

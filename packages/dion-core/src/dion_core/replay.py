@@ -53,7 +53,7 @@ class StepReplay:
         """
         with self._on_device():
             if self._is_being_captured():  # by someone else, whose graph must not hold what is free between steps
-                self.forget()
+                self._form, self._replayed = None, False  # the next step forgets; to free something now would disturb
                 work()
                 return
             in_inference_mode = torch.is_inference_mode_enabled()  # operations look otherwise there

@@ -174,7 +174,8 @@ class WholeScores:
 
         Args:
             gathered: 1-D, the scores of all ranks.
-            starts: by number of the bucket and by rank, where its (N, R local) scores begin in `gathered`.
+            starts: by number of the bucket and by rank, where its (N, R local) scores begin in `gathered`; for the same
+                buckets always the same.
             tables: by number of the bucket, where the rows lie.
         """
         places = self._places.get(tuple(starts))
