@@ -24,8 +24,9 @@ class Driver:
 
     def __init__(self) -> None:
         self.launched: list[tuple[int, int, int]] = []
-        self.started, self.mode = 0, 0
-        self.ready_error = 0
+        self.streams: list[int] = []
+        """Of the graphs that were started."""
+        self.mode, self.ready_error = 0, 0
         self.graphs: dict[int, list[tuple[int, int, int]]] = {}
         """Of graphs and of what they are ready as: what each node was given."""
 
@@ -54,7 +55,7 @@ class Driver:
         return 0
 
     def cuGraphLaunch(self, ready: Any, stream: int) -> int:
-        self.started += 1
+        self.streams.append(stream)
         return max(map(self._run, self.graphs[ready.value]))
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
@@ -92,16 +93,16 @@ def _given(parameters: Any) -> tuple[int, int, int]:
     return source, target, ctypes.c_int32.from_address(parameters[2]).value
 
 
-def double(source: Tensor, target: Tensor, number: int, descriptors: tuple[Any, ...] = ()) -> None:
+def double(source: Tensor, target: Tensor, number: int, descriptors: tuple[Any, ...] = (), stream: int = 0) -> None:
     """Launches the kernel as `launching.launch` does; a descriptor stands for the address of the source."""
     packed = [descriptor.base.data_ptr() for descriptor in descriptors]
     arguments = [target, number] if descriptors else [source, target, number]
     values = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
     told = recorder()
     if told is None:
-        KERNEL.launch(1, 1, 0, [*packed, *values])
+        KERNEL.launch(1, 1, stream, [*packed, *values])
     else:
-        told.launch(Launch(KERNEL, None, (1, 1), 0, descriptors, packed, arguments, values))
+        told.launch(Launch(KERNEL, None, (1, 1), stream, descriptors, packed, arguments, values))
 
 
 def recorded(work: Callable[[], None], foreign: tuple[Tensor, ...] = ()) -> tuple[Tape | None, str]:

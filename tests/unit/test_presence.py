@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from dion_core.presence import _complete, _flags
+from dion_core.collectives import SoloGroup
+from dion_core.presence import Presence, _complete, _flags
 
 CPU = torch.device("cpu")
 
@@ -16,3 +18,15 @@ def test_flags_of_complete_gradients_stay_where_they_are() -> None:
         assert _complete(number, CPU).sum() == number
         _flags(tuple(place == number % 7 for place in range(8)), CPU)
     assert _complete(3, CPU) is kept
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize(("found", "skips"), [(0.0, False), (1.0, True), (0.5, True), (torch.nan, True)])
+def test_a_loss_scaler_skips_what_is_not_finite(found: float, skips: bool, shape: tuple[int, ...]) -> None:
+    gradients = [torch.ones(2), None]
+    scaled = torch.full(shape, found)
+    presence = Presence(gradients, SoloGroup(), CPU, skip_nonfinite=False, found_inf=scaled)
+    assert bool(presence.skipped) == skips
+    assert bool(presence.proceed) != skips
+    assert presence.active.tolist() == [not skips, False]
+    assert [float(mask) for mask in presence.masks] == [float(not skips), 0.0]

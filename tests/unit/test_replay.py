@@ -89,7 +89,7 @@ def test_launches_and_operations_follow_each_other(driver: Driver) -> None:
         made.replay(())
         assert torch.equal(values.result[8:24], -4 * values.given[8:24])
     assert len(driver.launched) == 2 * 5
-    assert driver.started == 2 * 4, "an operation of torch lies between the launches of a replay"
+    assert len(driver.streams) == 2 * 4, "an operation of torch lies between the launches of a replay"
     assert driver.graphs
     del made
     gc.collect()
@@ -124,13 +124,28 @@ def test_nothing_is_freed_while_someone_else_captures(driver: Driver, monkeypatc
 
     for _ in range(4):
         step()
-    assert (driver.started, len(driver.graphs)) == (2, 2)
+    assert (len(driver.streams), len(driver.graphs)) == (2, 2)
     with monkeypatch.context() as patch:
         patch.setattr(StepReplay, "_is_being_captured", lambda self: True)
         step()
-        assert (driver.started, len(driver.graphs)) == (2, 2)
+        assert (len(driver.streams), len(driver.graphs)) == (2, 2)
     step()
     assert not driver.graphs
+
+
+def test_launches_go_to_the_streams_that_they_went_to(driver: Driver) -> None:
+    values, between = Values(), torch.zeros(64)
+
+    def work() -> None:
+        for source, target, stream in ((values.given, between, 5), (between, between, 5), (between, values.result, 6)):
+            double(source, target, 40, stream=stream)
+
+    values.renew(0)
+    made = taped(work)
+    values.renew(1)
+    made.replay(())
+    assert driver.streams == [5, 6]
+    assert torch.equal(values.result[:40], 8 * values.given[:40])
 
 
 class Address:
