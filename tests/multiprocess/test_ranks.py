@@ -75,6 +75,18 @@ def destroy_the_group() -> None:
     dist.destroy_process_group()
 
 
+def make_no_more_groups() -> None:
+    """On rank 0."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+
+    def fail(**_: object) -> None:
+        raise RuntimeError("no group")
+
+    if rank == 0:
+        dist.init_process_group = fail
+
+
 def die(rank: int, signal_number: int) -> None:
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal_number) if signal_number else os._exit(3)
@@ -182,6 +194,18 @@ def test_warnings_are_errors() -> None:
 def test_a_replaced_group_is_made_anew() -> None:
     pool(2).run(destroy_the_group)
     assert pool(2).run(rank_and_sum) == [(0, 2, 1.0), (1, 2, 1.0)]
+
+
+def test_a_pool_whose_ranks_find_no_group_ends() -> None:
+    own_pool = RankPool(2, timeout=3.0)
+    pids = own_pool.run(os.getpid)
+    own_pool.run(make_no_more_groups)
+    with pytest.raises(RankError) as caught:
+        own_pool.run(rank_and_sum)
+    assert str(caught.value.errors[0]) == "no group"
+    assert "rank 1" in str(caught.value), "the other waits for it in vain"
+    assert own_pool.closed
+    assert not any(is_running(pid) for pid in pids)
 
 
 def test_a_stuck_collective_gives_up_and_a_hang_ends_the_pool() -> None:

@@ -46,7 +46,7 @@ class RankError(RuntimeError):
 
     Attributes:
         errors: by rank, what it raised.
-        lost: by rank, how it hung or died; the pool is closed if there is any.
+        lost: by rank, how it hung or died; the pool is closed if there is any, and if no group could be made.
     """
 
     def __init__(self, call: object, errors: dict[int, BaseException], lost: dict[int, str]) -> None:
@@ -61,6 +61,7 @@ class _Outcome(NamedTuple):
     value: Any
     error: BaseException | None
     in_step: bool  # the default group can serve the next call
+    joined: bool = True  # there was a default group
 
 
 class RankPool:
@@ -68,7 +69,7 @@ class RankPool:
 
     Attributes:
         timeout: seconds that a call may take if it does not say otherwise; collectives give up at 80 % of it.
-        closed: no further call is possible: closed by the user, or killed after a rank hung or died.
+        closed: no further call is possible: closed by the user, or killed after a rank hung, died or found no group.
 
     Raises:
         ValueError: ``world_size`` is below 1, or above the number of GPUs where ``device_type`` is "cuda".
@@ -119,7 +120,7 @@ class RankPool:
             timeout: seconds until a rank that has not answered counts as hung; None takes the pool's.
 
         Raises:
-            RankError: a rank raised (the pool stays), hung or died (all its processes are killed).
+            RankError: a rank raised (the pool stays), hung, died or found no group (all its processes are killed).
             RuntimeError: the pool is closed.
         """
         outcomes = self._call(function, args, timeout)
@@ -169,7 +170,9 @@ class RankPool:
         except BaseException:  # an interrupt too: late answers would be taken for those of the next call
             self._kill()
             raise
-        if not all(each.in_step for each in answers.values()):
+        if not all(each.joined for each in answers.values()):
+            self._kill()  # torch numbers groups, those too that were not made, and ranks would go on to count apart
+        elif not all(each.in_step for each in answers.values()):
             self._generation += 1
         return [answers[rank] for rank in range(self.world_size)]
 
@@ -242,11 +245,15 @@ def _end_with_parent(directory: str) -> None:
 
 def _answer(call: bytes, new_group: dict[str, Any] | None) -> bytes:
     """The outcome of one call; where a new group is given, it becomes the default group first."""
-    try:
-        if new_group is not None:
+    if new_group is not None:
+        try:
             if dist.is_initialized():
                 dist.destroy_process_group()
             dist.init_process_group(**new_group)
+            dist.barrier()  # before one leaves the group again, all are in it
+        except BaseException as error:
+            return _to_bytes(_Outcome(None, _portable(error), in_step=False, joined=False))
+    try:
         group = dist.group.WORLD
         function, args = _from_bytes(call)
         value = function(*args)
