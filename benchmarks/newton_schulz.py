@@ -25,6 +25,7 @@ from torch import Tensor
 from dion_core.newton_schulz import NewtonSchulz
 from dion_core.newton_schulz_kernels import choices, iteration
 from dion_core.newton_schulz_kernels.choices import Choice
+from dion_core.newton_schulz_kernels.listing import parts_of
 from dion_core.newton_schulz_kernels.normalize import normalize
 from dion_core.prediction.timing import newton_schulz_flops
 
@@ -43,10 +44,11 @@ TARGETS = (1.15, 16.0, 12.5, 1.6, 1.8, 0.30, 0.35)
 FEW = (
     *((batch, 5120, 5120) for batch in (1, 2)),
     *((batch, 1280, 5120) for batch in (1, 2, 4)),
-    *((batch, 1536, 1664) for batch in (1, 3, 6)),
+    (2, 4480, 5120),
+    *((batch, 1536, 1664) for batch in (1, 3, 4)),
     *((batch, 384, n) for batch in (2, 6) for n in (1536, 6656)),
 )
-"""Shapes of which a choice is stored too: with few matrices, as many ranks have them."""
+"""Shapes of which a choice is stored too: with few matrices, as many ranks have them, or as parts of many have."""
 WIDE = Choice(wide=2, depth=64, stages=3, band=4)
 SINGLE = Choice(wide=1, depth=64, stages=5, band=8)
 CANDIDATES = (WIDE, replace(WIDE, band=8), SINGLE)
@@ -156,6 +158,8 @@ def write() -> None:
     content = json.loads(choices.MEASURED.read_text(encoding="utf-8")) if choices.MEASURED.exists() else {}
     content[name] = []
     for batch, m, n in SHAPES + FEW:
+        if parts_of(batch, m, n) != [batch]:
+            continue  # takes the choice of a part
         print(f"{batch} x {m} x {n}", flush=True)
         content[name].append({"batch": batch, "m": m, "n": n, "choice": asdict(compare(batch, m, n))})
     choices.MEASURED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -38,7 +38,7 @@ signature = {
     "x_next": descriptor([1, 64, T]), "out": descriptor([1, 64, T], "bf16"),
     "w_rows": descriptor([T, TK]), "w_cols": descriptor([T * WIDE, TK]), "w_add": descriptor([64, T]),
     "w_direct": descriptor([1, 64, T]), "w_mirror": descriptor([1, T, 64]), "w_corner": descriptor([1, 64, 64]),
-    "listing": "*i32", "counters": "*i32", "total": "i32", "batch": "i32", "m": "i32", "n": "i32", "band": "i32",
+    "listing": "*i32", "counters": "*i32", "total": "i32", "slots": "i32", "m": "i32", "n": "i32", "band": "i32",
 }
 constants = dict(WIDE=WIDE, TK=TK, TALL=TALL, STAGES=STAGES)
 signature |= dict.fromkeys(constants, "constexpr")

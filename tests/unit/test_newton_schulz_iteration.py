@@ -32,27 +32,29 @@ def number(bits: int) -> float:
 def run(plan: object, x: Tensor, following: Tensor, out: Tensor, work: Tensor, *_: object) -> None:
     """What the kernel does with a table, in float32 and rounded where it stores."""
     table = plan.table.tolist()  # type: ignore[attr-defined]
-    tall, wide = x.shape[1] > x.shape[2], x.float()
+    tall = x.shape[1] > x.shape[2]
     for start in range(0, table[4], listing.FIELDS):
-        kind, left, right, alpha, first, last = table[start : start + 6]
+        kind, left, right, alpha, first, last, matrix, size = table[start : start + listing.FIELDS]
+        part, slots = slice(matrix, matrix + size), work[:, :size]
+        wide = x[part].float()
         if kind == listing.Kind.GRAM:
             value = wide.mT @ wide if tall else wide @ wide.mT
         elif kind == listing.Kind.SYMMETRIC:
-            value = work[left].float() @ work[right].float()
+            value = slots[left].float() @ slots[right].float()
         else:
-            value = wide @ work[left].float() if tall else work[left].float() @ wide
+            value = wide @ slots[left].float() if tall else slots[left].float() @ wide
         value = number(alpha) * value
         for operation in range(first, last, 4):
             buffer, bits, store = table[operation : operation + 3]
             if not store:
-                value = value + number(bits) * work[buffer].float()
+                value = value + number(bits) * slots[buffer].float()
             elif kind == listing.Kind.APPLY:
                 target = out if buffer == listing.RESULT else following
                 assert target.data_ptr() not in (x.data_ptr(), work[left].data_ptr())
-                target.copy_(value)
+                target[part] = value.to(target.dtype)
             else:
                 value = value + number(bits) * torch.eye(value.shape[-1])
-                work[buffer].copy_(value.tril() + value.tril(-1).mT)
+                slots[buffer] = (value.tril() + value.tril(-1).mT).to(slots.dtype)
 
 
 def normalize_rows(rows: Tensor, place: Tensor, *, out: Tensor, cleared: Tensor) -> Tensor:
@@ -115,8 +117,9 @@ def test_parts_of_many_matrices_change_no_bit(
         return result
 
     expected = orthogonalized()
-    monkeypatch.setattr(listing, "ENOUGH_BLOCKS", 2)
-    assert listing.at_a_time(5, min(height, width)) == 3
+    monkeypatch.setattr(listing, "BLOCKS_AT_ONCE", 1)
+    assert listing.parts_of(5, *sorted((height, width))) == [3, 2]
+    iteration._plans.cache_clear()
     assert torch.equal(orthogonalized(), expected)
 
 

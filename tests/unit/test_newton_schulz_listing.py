@@ -18,8 +18,8 @@ from dion_core.newton_schulz_kernels.listing import (
     Kind,
     Product,
     Store,
-    at_a_time,
     list_products,
+    parts_of,
 )
 from dion_core.step_pairs import Coefficients
 
@@ -99,25 +99,40 @@ def test_how_many_products_and_buffers_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "m", "together"),
+    ("batch", "m", "n", "parts"),
     [
-        (24, 1536, 12),
-        (20, 1536, 20),
-        (25, 1536, 13),
-        (1, 8192, 1),
-        (5, 8192, 1),
-        (4, 5120, 2),
-        (5, 5120, 3),
-        (96, 384, 96),
+        (12, 1536, 1664, [3, 3, 3, 3]),
+        (7, 1536, 1664, [4, 3]),
+        (5, 1536, 1664, [5]),
+        (25, 1536, 6144, [7, 6, 6, 6]),
+        (11, 1536, 6144, [11]),
+        (1, 8192, 8192, [1]),
+        (5, 8192, 8192, [3, 2]),
+        (4, 5120, 5120, [2, 2]),
+        (96, 384, 1536, [24, 24, 24, 24]),
+        (45, 384, 1536, [45]),
+        (12, 4480, 5120, [2, 2, 2, 2, 2, 2]),
     ],
 )
-def test_how_many_matrices_are_worked_on_together(batch: int, m: int, together: int) -> None:
-    """A product of 12 matrices of order 1536 has 12 * 78 blocks, one of 2 of order 5120 2 * 820; 900 are enough."""
-    assert at_a_time(batch, m) == together
+def test_how_many_matrices_are_worked_on_together(batch: int, m: int, n: int, parts: list[int]) -> None:
+    """A product of a matrix of order 1536 has 78 blocks, one of order 384 has 6."""
+    assert parts_of(batch, m, n) == parts
+
+
+def test_the_table_says_which_matrices_each_part_has() -> None:
+    listing = list_products(POLAR_EXPRESS[:1], last=True)
+    whole, parts = listing.table([5]), listing.table([2, 2, 1])
+    length = FIELDS * len(listing.products)
+    rows = torch.tensor(parts[: 3 * length]).view(3, -1, FIELDS)
+    assert rows[:, :, 6:].unique(dim=1).tolist() == [[[0, 2]], [[2, 2]], [[4, 1]]]
+    expected = torch.tensor(whole[:length]).view(-1, FIELDS)
+    assert torch.equal(rows[:, :, :4], expected[:, :4].expand(3, -1, -1))
+    assert torch.equal(rows[:, :, 4:6], (expected[:, 4:6] + 2 * length).expand(3, -1, -1))  # the same operations
+    assert parts[3 * length :] == whole[length:]
 
 
 def test_the_table_carries_the_bits_of_the_numbers() -> None:
-    numbers = torch.tensor(list_products(POLAR_EXPRESS[:1], last=True).table(), dtype=torch.int32)
+    numbers = torch.tensor(list_products(POLAR_EXPRESS[:1], last=True).table([1]), dtype=torch.int32)
     a, b, c = POLAR_EXPRESS[0]
     product = numbers[FIELDS : 2 * FIELDS]
     first, last = product[4:6].tolist()

@@ -8,7 +8,14 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from dion_core.newton_schulz_kernels.schedule import _square_row, rectangle_tile, triangle_tile  # noqa: E402
+from dion_core.newton_schulz import NewtonSchulz  # noqa: E402
+from dion_core.newton_schulz_kernels.listing import FIELDS, Kind, list_products  # noqa: E402
+from dion_core.newton_schulz_kernels.schedule import (  # noqa: E402
+    _square_row,
+    find,
+    rectangle_tile,
+    triangle_tile,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -29,6 +36,47 @@ def _rectangle(out, rows, columns, band):
     row, column = rectangle_tile(tl.program_id(0), rows, columns, band)
     tl.store(out + 2 * tl.program_id(0), row)
     tl.store(out + 2 * tl.program_id(0) + 1, column)
+
+
+@triton.jit
+def _sequence(out, listing, total, m, n, WIDE: tl.constexpr, TALL: tl.constexpr):
+    work = (listing, listing, total, 0, m, n, 2)
+    place = tl.program_id(0)
+    product, _, before, kind, slot, i, j = find(place, 0, 0, 0, work, WIDE, TALL)
+    tl.store(out + 6 * place, product)
+    tl.store(out + 6 * place + 1, before)
+    tl.store(out + 6 * place + 2, kind)
+    tl.store(out + 6 * place + 3, slot)
+    tl.store(out + 6 * place + 4, i)
+    tl.store(out + 6 * place + 5, j)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(256, 384), (384, 256)])
+@pytest.mark.parametrize("wide", [1, 2])
+def test_a_slot_takes_a_matrix_of_each_part_one_after_the_other(rows: int, columns: int, wide: int) -> None:
+    parts, (m, n) = [3, 3, 2], sorted((rows, columns))
+    listing = list_products(NewtonSchulz().kernel_segments(rows, columns)[-1], last=True)
+    table = torch.tensor(listing.table(parts), dtype=torch.int32, device=DEVICE)
+    triangular = [(row, column) for row in range(m // 128) for column in range(row // wide + 1)]
+    size = (rows // 128, -(-columns // 128 // wide))
+    rectangular = [(row, column) for row in range(size[0]) for column in range(size[1])]
+    tiles = [rectangular if product.kind == Kind.APPLY else triangular for product in listing.products]
+    total = sum(parts) * sum(map(len, tiles))
+    out = torch.full((total, 6), -1, dtype=torch.int32, device=DEVICE)
+    _sequence[(total,)](out, table, total, m, n, wide, rows > columns)
+    done: dict[int, int] = dict.fromkeys(range(parts[0]), 0)
+    places = iter(out.tolist())
+    for part, count in enumerate(parts):
+        for number, (product, of_product) in enumerate(zip(listing.products, tiles, strict=True)):
+            row = part * len(listing.products) + number
+            assert table[row * FIELDS : row * FIELDS + 1].tolist() == [product.kind]
+            for slot in range(count):
+                found = [next(places) for _ in of_product]
+                # It waits for as many tiles as its slot had before, all of which come earlier.
+                assert {tuple(each[:4]) for each in found} == {(row, done[slot], product.kind, slot)}
+                assert sorted((i, j) for *_, i, j in found) == of_product
+                done[slot] += len(of_product)
+    assert next(places, None) is None
 
 
 def triangle(count: int, wide: int, band: int) -> list[tuple[int, int]]:

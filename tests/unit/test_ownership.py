@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from dion_comm_nccl import FullShard, LocalTopRows
 from dion_core.collectives import Group, SoloGroup
 from dion_core.layout import Axis, split_layout
-from dion_core.ownership import PARTS, SMALLEST_PART, assign_owners, cut, imbalance, in_order, newton_schulz_cost
+from dion_core.ownership import (
+    PARTS,
+    SMALLEST_PART,
+    SMALLEST_PRODUCTS,
+    assign_owners,
+    cut,
+    imbalance,
+    in_order,
+    newton_schulz_cost,
+)
 from dion_core.planning import block_assignment_payload
 from dion_core.selection import GlobalRows, LocalRows, Selector
 from dion_core.transport import Bucket, Transport
@@ -168,19 +177,25 @@ def test_payloads_of_block_assignment(world_size: int, full: float, local: float
 
 
 def test_a_bucket_of_little_work_stays_whole() -> None:
-    assert cut([0, 1, 2, 0], 4 * SMALLEST_PART // 9, [10 * SMALLEST_PART] * 3) == [0, 0, 0, 0]
-    assert cut([0] * 2, 10 * SMALLEST_PART, [21 * SMALLEST_PART]) == [0, 1]  # no part without a matrix
+    assert cut([0] * 3, (5120, 5120), [4 * SMALLEST_PART]) == [0, 0, 1]
+    assert cut([0, 1, 2, 0], (5120, 5120), [8 * SMALLEST_PART] * 3) == [0, 0, 0, 0]
+    assert cut([0] * 6, (1536, 1664), [0]) == [0] * 6
+    assert cut([0] * 7, (1536, 1664), [0]) == [0] * 4 + [1] * 3
+    assert cut([0] * 2, (20480, 20480), [21 * SMALLEST_PART]) == [0, 1]  # no part without a matrix
+    assert cut([0] * 3, (0, 8), [0]) == [0] * 3
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_parts_are_within_the_limit_and_even(seed: int) -> None:
     rng = random.Random(seed)
     size, count = rng.randint(1, 5), rng.randint(1, 60)
-    cost = rng.randint(1, SMALLEST_PART // 2)
+    shape = rng.randint(300, 4000), rng.randint(300, 4000)
+    cost = newton_schulz_cost(*shape)
     owners = [rng.randrange(size) for _ in range(count)]
     load = [owners.count(rank) * cost + rng.randint(0, 20 * SMALLEST_PART) for rank in range(size)]
-    places = cut(owners, cost, load)
-    limit = max(max(load) / PARTS, SMALLEST_PART)
+    places = cut(owners, shape, load)
+    smallest = max(2, -(-SMALLEST_PRODUCTS // min(shape) ** 2)) * cost
+    limit = max(max(load) / PARTS, min(smallest, SMALLEST_PART))
     assert sorted(set(places)) == list(range(max(places) + 1))
     for rank in range(size):
         held = [
@@ -194,8 +209,8 @@ def test_parts_are_within_the_limit_and_even(seed: int) -> None:
 
 def test_the_large_matrices_of_the_inventory_are_cut_in_two() -> None:
     """16 of 20480x5120 at fraction 0.25 over 4 ranks: four 5120x5120 a rank."""
-    square, wide = newton_schulz_cost(5120, 5120), newton_schulz_cost(1280, 5120)
-    owners, load = assign([square] * 16 + [wide] * 33, 4)
+    square, wide = (5120, 5120), (1280, 5120)
+    owners, load = assign([newton_schulz_cost(*square)] * 16 + [newton_schulz_cost(*wide)] * 33, 4)
     assert [cut(owners[:16], square, load).count(part) for part in range(3)] == [8, 8, 0]
     assert set(cut(owners[16:], wide, load)) == {0}
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from dion_core.builtin import LocalExchange, ReplicatedExchange
 from dion_core.declared import SHARD, whole_shape
 from dion_core.layout import Axis, Layout, RowTables, in_pieces, joined
-from dion_core.newton_schulz import Orthogonalizer, orthogonalizer
+from dion_core.newton_schulz import NewtonSchulz, Orthogonalizer, kernel_workspace, orthogonalizer
 from dion_core.ownership import Loads, assign_owners, cut, in_order, newton_schulz_cost
 from dion_core.placements import has_address, local_tensor
 from dion_core.registry import Choice, check_axes
@@ -255,8 +255,13 @@ class Draft:
         return (id(group), lies, chosen, type(tensor), tensor.device, dtypes)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Of what is orthogonalized."""
+        return self.selector.total(self.layout, 0), self.layout.shape[1]
+
+    @property
     def cost(self) -> int:
-        return newton_schulz_cost(self.selector.total(self.layout, 0), self.layout.shape[1])
+        return newton_schulz_cost(*self.shape)
 
 
 def momentum_dtype(parameter: Tensor, options: Mapping[str, Any]) -> torch.dtype:
@@ -326,7 +331,8 @@ def _in_order(buckets: Sequence[MatrixBucket]) -> list[MatrixBucket]:
         rows, columns = bucket.total_rows, bucket.shape[1]
         most = max(Counter(bucket.owners).values())
         held.append(2 * most * rows * columns * bucket.dtype.itemsize)  # rows sent and received
-        work.append(4 * most * min(rows, columns) ** 2 * torch.float16.itemsize)  # as the kernels for GPUs take it
+        segments = NewtonSchulz().kernel_segments(rows, columns)
+        work.append(kernel_workspace(most, rows, columns, segments, copies=0))
     return [buckets[number] for number in in_order(held, work)]
 
 
@@ -352,7 +358,7 @@ def _selector(options: Mapping[str, Any], layout: Layout, rule: Rule, choice: Ch
 def _pieces(entries: Sequence[tuple[Draft, int]], load: Sequence[int]) -> list[list[tuple[Draft, int]]]:
     """The matrices that are updated together, in pieces of which none takes too much of a rank's time."""
     pieces: dict[int, list[tuple[Draft, int]]] = {}
-    places = cut([owner for _, owner in entries], entries[0][0].cost, load)
+    places = cut([owner for _, owner in entries], entries[0][0].shape, load)
     for entry, place in zip(entries, places, strict=True):
         pieces.setdefault(place, []).append(entry)
     return [pieces[place] for place in sorted(pieces)]

@@ -33,7 +33,7 @@ from typing import ClassVar, Final, Literal, Protocol, SupportsIndex
 import torch
 from torch import Tensor
 
-from dion_core.newton_schulz_kernels.listing import at_a_time, list_products
+from dion_core.newton_schulz_kernels.listing import list_products, parts_of
 from dion_core.step_pairs import Coefficients
 
 QUINTIC: Final[tuple[Coefficients, ...]] = ((3.4445, -4.7750, 2.0315),) * 5
@@ -315,9 +315,9 @@ def kernel_workspace(
     batch: int, rows: int, columns: int, segments: Sequence[Sequence[Coefficients]], *, copies: int
 ) -> int:
     """Bytes that the kernels allocate for (B, R, C) matrices, of which so many copies find no room in other buffers."""
-    small = min(rows, columns)
-    buffers = max(list_products(steps, last=True).buffers for steps in segments) * at_a_time(batch, small)
-    return 2 * (copies * batch * rows * columns + buffers * small**2) + 16 * batch * rows
+    m, n = sorted((rows, columns))
+    buffers = max(list_products(steps, last=True).buffers for steps in segments) * parts_of(batch, m, n)[0]
+    return 2 * (copies * batch * m * n + buffers * m**2) + 16 * batch * rows
 
 
 def _normalize(matrices: Tensor) -> Tensor:

@@ -13,7 +13,10 @@ from dion_core.steps import BUCKETS_IN_FLIGHT, Steps, interleave
 PARTS = 4
 """A bucket that holds more than this part of a rank's work is cut, so that its messages overlap with its work."""
 SMALLEST_PART = 2 * 5120**3
-"""Work of a rank (see `newton_schulz_cost`) below which a cut costs a GPU more in idle processors than it saves."""
+"""Work of a rank (see `newton_schulz_cost`) below which a cut costs a GPU more in idle processors than it saves, unless
+some matrices have enough elements in their m x m products."""
+SMALLEST_PRODUCTS = 6 * 1536**2
+"""So many, of two matrices or more, of which one is worked on while the other's tiles wait for their products."""
 
 FARTHEST_SWAP = 4
 """Buckets farther apart are not swapped, so that many are ordered soon."""
@@ -77,7 +80,7 @@ def imbalance(load: Sequence[int]) -> float:
     return max(load) * len(load) / sum(load) if sum(load) else 1.0
 
 
-def cut(owners: Sequence[int], cost: int, load: Sequence[int]) -> list[int]:
+def cut(owners: Sequence[int], shape: tuple[int, int], load: Sequence[int]) -> list[int]:
     """The part of a bucket that each matrix goes to, 0 for those of a bucket that stays whole.
 
     Messages of one part are under way while another is worked on, and only three parts hold buffers at a time. Every
@@ -85,13 +88,14 @@ def cut(owners: Sequence[int], cost: int, load: Sequence[int]) -> list[int]:
 
     Args:
         owners: of the matrices of one shape.
-        cost: of one of them.
+        shape: of what is orthogonalized of each.
         load: of every rank, all buckets together.
     """
-    limit = max(max(load) / PARTS, SMALLEST_PART)
+    cost, enough = newton_schulz_cost(*shape), max(2, math.ceil(SMALLEST_PRODUCTS / max(min(shape), 1) ** 2))
+    limit = max(max(load) / PARTS, min(SMALLEST_PART, enough * cost), 1)
     owned = Counter(owners)
     most = max(owned.values())
-    parts = min(math.ceil(most * cost / limit), most)
+    parts = min(math.ceil(most * cost / limit), most) or 1
     seen: Counter[int] = Counter()
     places = []
     for owner in owners:

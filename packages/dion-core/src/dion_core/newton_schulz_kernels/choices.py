@@ -2,7 +2,8 @@
 
 A choice depends on the device's name and the shape alone, so that ranks with equal devices get equal bits. A shape
 that was not measured takes the choice of the nearest one that was, by the sum of the distances of the logarithms of
-order, length and batch size; a device that was not measured takes `DEFAULT`.
+order, length and batch size, and a device that was not measured takes `DEFAULT`. Of a batch that is worked on in parts
+the first one counts.
 
 Legend: m the shorter side of a matrix, n the longer one, B matrices.
 """
@@ -14,6 +15,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+from dion_core.newton_schulz_kernels import listing
 
 MEASURED = Path(__file__).with_name("choices.json")
 
@@ -45,7 +48,7 @@ def choose(device_name: str, batch: int, m: int, n: int) -> Choice:
     """Returns the choice for (B, m, n) on a device of that name."""
     measured = _measured().get(device_name)
     if not measured:
-        return SMALL if m <= 512 else DEFAULT
+        return SMALL if m <= listing.SMALL else DEFAULT
     here = (batch, m, n)
     nearest = min(
         measured, key=lambda shape: (sum(abs(math.log(x / y)) for x, y in zip(shape, here, strict=True)), shape)

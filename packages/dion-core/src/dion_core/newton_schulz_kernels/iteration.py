@@ -1,6 +1,7 @@
 """Newton-Schulz on a Hopper GPU: normalization to float16 in two launches, and the products in one for each segment.
 
-Legend: B matrices of R rows and C columns, m the shorter side and n the longer one, S segments.
+Legend: B matrices of R rows and C columns, m the shorter side and n the longer one, S segments; a slot is where a
+matrix of each part of the batch is worked on, one after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dion_core.launching import Descriptors, cdiv, compiles_only, launch
 from dion_core.newton_schulz_kernels.choices import Choice, choose
-from dion_core.newton_schulz_kernels.listing import BLOCK, Kind, at_a_time, list_products
+from dion_core.newton_schulz_kernels.listing import BLOCK, Kind, list_products, parts_of
 from dion_core.newton_schulz_kernels.normalize import normalize, normalize_rows
 from dion_core.newton_schulz_kernels.products import products_kernel
 from dion_core.step_pairs import Coefficients
@@ -39,7 +40,7 @@ def runs_on(device: torch.device, rows: int, columns: int) -> bool:
 def choice_for(device: torch.device, batch: int, rows: int, columns: int) -> Choice:
     """The settings for B matrices of that size; the same on every rank with such a device."""
     m, n = sorted((rows, columns))
-    return choose(_properties(device.index).name, batch, m, n)
+    return choose(_properties(device.index).name, parts_of(batch, m, n)[0], m, n)
 
 
 def orthogonalize(matrices: Tensor, segments: Segments) -> Tensor:
@@ -111,11 +112,10 @@ def preparations(
 
 
 def make_counters(shape: Sequence[int], segments: Segments, *, device: torch.device) -> Tensor:
-    """(launches, matrices of one and 1 or more) int32, uninitialized, for `iterate`, which needs them cleared."""
+    """(S, slots and 1 or more) int32, uninitialized, for `iterate`, which needs them cleared."""
     batch, rows, columns = shape
-    together = at_a_time(batch, min(rows, columns))
-    size = len(segments) * cdiv(batch, together), cdiv(together + 1, _ALIGNED) * _ALIGNED
-    return torch.empty(size, dtype=torch.int32, device=device)
+    slots = parts_of(batch, *sorted((rows, columns)))[0]
+    return torch.empty(len(segments), cdiv(slots + 1, _ALIGNED) * _ALIGNED, dtype=torch.int32, device=device)
 
 
 def iterate(
@@ -132,10 +132,9 @@ def iterate(
         spare: contiguous, on the same device, what may be overwritten but does not become the result.
     """
     (batch, rows, columns), device, last = x.shape, x.device, len(segments) - 1
-    m, together = min(rows, columns), at_a_time(batch, min(rows, columns))
-    plans = _plans(segments, (together, rows, columns), choice, device)
-    buffers = max(plan.buffers for plan in plans)
-    work = torch.empty((buffers, together, m, m), dtype=torch.float16, device=device)
+    (m, n), plans = sorted((rows, columns)), _plans(segments, (batch, rows, columns), choice, device)
+    buffers, slots = max(plan.buffers for plan in plans), parts_of(batch, m, n)[0]
+    work = torch.empty((buffers, slots, m, m), dtype=torch.float16, device=device)
     copies = (x, _copy_of_x(x.shape, device, spare) if last else x)
     # What the last product does not read: the other copy, if it may become the result, or a buffer of that size.
     if last % 2 or (last and spare is None):
@@ -143,14 +142,8 @@ def iterate(
     else:
         out = work[plans[-1].unread] if x.shape == work.shape[1:] and spare is not None else torch.empty_like(x)
     out = out.view(_narrow(dtype))
-    for number, start in enumerate(range(0, batch, together)):
-        part = slice(start, start + together)
-        if batch - start < together:  # the last ones
-            plans = _plans(segments, (batch - start, rows, columns), choice, device)
-            work = work.flatten()[: buffers * (batch - start) * m * m].view(buffers, batch - start, m, m)
-        for segment, plan in enumerate(plans):
-            given, following = copies[segment % 2][part], copies[1 - segment % 2][part]
-            _run(plan, given, following, out[part], work, counters[number * len(plans) + segment], choice)
+    for segment, plan in enumerate(plans):
+        _run(plan, copies[segment % 2], copies[1 - segment % 2], out, work, counters[segment], choice)
     return out.to(dtype)
 
 
@@ -195,8 +188,8 @@ def _plan(
     steps: Sequence[Coefficients], last: bool, shape: tuple[int, int, int], choice: Choice, device: torch.device
 ) -> _Plan:
     batch, rows, columns = shape
-    listing = list_products(steps, last=last)
-    table = torch.tensor(listing.table(), dtype=torch.int32, device=device)
+    listing, parts = list_products(steps, last=last), parts_of(batch, *sorted((rows, columns)))
+    table = torch.tensor(listing.table(parts), dtype=torch.int32, device=device)
     applied = sum(product.kind == Kind.APPLY for product in listing.products)
     symmetric = len(listing.products) - applied
     tiles = symmetric * _triangle(min(rows, columns), choice.wide) + applied * _rectangle(rows, columns, choice.wide)
@@ -213,17 +206,18 @@ def _run(
         x: (B, R, C) float16.
         following: (B, R, C) float16, where Q X goes unless the segment is the last.
         out: (B, R, C), where it goes if it is; all launches are told, so that they take the same compiled kernel.
-        work: (buffers, B, m, m) float16, overwritten.
-        counters: (B + 1,) int32 zeros.
+        work: (buffers, slots, m, m) float16, overwritten.
+        counters: (slots + 1 or more,) int32 zeros.
         choice: how the kernel works.
     """
     batch, rows, columns = x.shape
     device, (m, n) = x.device, sorted((rows, columns))
     addresses = (x.data_ptr(), following.data_ptr(), out.data_ptr(), work.data_ptr())
-    descriptors = _describe(addresses, (batch, rows, columns, len(work)), out.dtype, choice)
+    (buffers, slots), total = work.shape[:2], plan.total
+    descriptors = _describe(addresses, (batch, rows, columns, buffers * slots), out.dtype, choice)
     launch(
-        products_kernel, min(plan.total, _properties(device.index).multiprocessors), device,
-        plan.table, counters, plan.total, batch, m, n, choice.band,
+        products_kernel, min(total, _properties(device.index).multiprocessors), device,
+        plan.table, counters, total, slots, m, n, choice.band,
         WIDE=choice.wide, TK=choice.depth, TALL=rows > columns, STAGES=choice.stages,
         descriptors=descriptors, warps=4, contracted=True,
     )  # fmt: skip
@@ -247,20 +241,20 @@ def _describe(
     """How the kernel's operands lie in memory and in shared memory, in the order of its arguments.
 
     Args:
-        addresses: of x, the next x and the result, (B, R, C), and of the workspace (buffers, B, m, m).
-        sizes: B, R, C and buffers.
+        addresses: of x, the next x and the result, (B, R, C), and of the workspace, so many (m, m).
+        sizes: B, R, C and how many the workspace has.
         dtype: of the result.
         choice: says how large the blocks are.
     """
-    batch, rows, columns, buffers = sizes
+    batch, rows, columns, squares = sizes
     x, following, work = (_Address(addresses[at], torch.float16) for at in (0, 1, 3))
     out = _Address(addresses[2], dtype)
     m, tall = min(rows, columns), rows > columns
     depth, wide, half = choice.depth, choice.wide * BLOCK, BLOCK // 2
     flat = ([batch * rows, columns], [columns, 1])
     stack = ([batch, rows, columns], [rows * columns, columns, 1])
-    w_flat = ([buffers * batch * m, m], [m, 1])
-    w_stack = ([buffers * batch, m, m], [m * m, m, 1])
+    w_flat = ([squares * m, m], [m, 1])
+    w_stack = ([squares, m, m], [m * m, m, 1])
 
     def describe(base: _Address, where: tuple[list[int], list[int]], block: list[int]) -> TensorDescriptor:
         return TensorDescriptor(base, *where, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[base.dtype]))

@@ -32,6 +32,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate, chain
 
 from dion_core.step_pairs import Coefficients, StepPair, step_pair
 
@@ -41,8 +42,12 @@ NEXT = 0
 """Target of `APPLY` in the others: another copy of X."""
 BLOCK = 128
 """Side of the blocks that the kernel works out."""
-ENOUGH_BLOCKS = 900
-"""Of a symmetric product: so many keep a GPU busy, though they wait for those of the product before."""
+BLOCKS_AT_ONCE = 132
+"""Tiles of one block that run at the same time, one on each multiprocessor."""
+ENOUGH_BLOCKS = 450
+"""Of a symmetric product in tiles of two: so many keep a GPU busy, though they wait for those of the product before."""
+SMALL = 512
+"""Matrices up to this order are worked on in tiles of one block."""
 FIELDS = 8
 """Numbers of a product in the table; an operation takes half as many."""
 
@@ -100,15 +105,19 @@ class Listing:
         cost = {Kind.GRAM: m * m * n, Kind.SYMMETRIC: m**3, Kind.APPLY: 2 * m * m * n}
         return sum(cost[product.kind] for product in self.products)
 
-    def table(self) -> list[int]:
-        """What the kernel reads: for each product `FIELDS` int32, and after them its operations' four.
+    def table(self, parts: Sequence[int]) -> list[int]:
+        """What the kernel reads: for each product of each part `FIELDS` int32, and after them four of each operation.
 
-        Of a product: kind, left, right, the bits of alpha, where its operations begin and end in the table. Of an
-        operation: the buffer, the bits of its number, 1 if it is a `Store`.
+        Of a product: kind, left, right, the bits of alpha, where its operations begin and end in the table, the first
+        matrix of the part and how many it has. Of an operation: the buffer, the bits of its number, 1 if it is a
+        `Store`.
+
+        Args:
+            parts: how many matrices each has.
         """
-        rows: list[int] = []
+        rows: list[list[int]] = []
         operations: list[int] = []
-        start = FIELDS * len(self.products)
+        start = FIELDS * len(self.products) * len(parts)
         for product in self.products:
             first = start + len(operations)
             for operation in product.operations:
@@ -117,19 +126,27 @@ class Listing:
                 else:
                     operations += [operation.target, _bits(operation.diagonal), 1, 0]
             last = start + len(operations)
-            rows += [int(product.kind), product.left, product.right, _bits(product.alpha), first, last, 0, 0]
-        return rows + operations
+            rows.append([int(product.kind), product.left, product.right, _bits(product.alpha), first, last])
+        firsts = accumulate(parts, initial=0)
+        of_parts = [[*row, first, size] for first, size in zip(firsts, parts, strict=False) for row in rows]
+        return [*chain.from_iterable(of_parts), *operations]
 
 
-def at_a_time(batch: int, m: int) -> int:
-    """How many of `batch` matrices are worked on together: all, or enough of order m to keep a GPU busy.
+def parts_of(batch: int, m: int, n: int) -> list[int]:
+    """How many of `batch` matrices are worked on together: enough to keep a GPU busy. The largest parts come first.
 
-    Example: 24 of order 1536 by twelves, since 12 have 12 * 78 blocks in a product; of 20 all at once.
+    In tiles of one block these are so many that all tiles of a product are begun before the first one of the next
+    product. Tiles of two, which are faster by a few hundredths, need more. Where n is not much longer than m, and m x m
+    buffers outweigh the matrices themselves, the former are taken.
+
+    Example: 7 of 1536 x 1664 as 4 and 3: a product of one has 78 blocks, and while the third is worked on, 2 * 78 tiles
+    are between those of the first and what waits for them.
     """
     across = -(-m // BLOCK)
-    enough = -(-ENOUGH_BLOCKS // (across * (across + 1) // 2))
+    blocks = across * (across + 1) // 2
+    enough = 1 - (-BLOCKS_AT_ONCE // blocks) if n < 2 * m or m <= SMALL else -(-ENOUGH_BLOCKS // blocks)
     parts = max(1, batch // enough)
-    return -(-batch // parts)
+    return [batch // parts + (part < batch % parts) for part in range(parts)]
 
 
 def _bits(value: float) -> int:

@@ -6,7 +6,7 @@ lies below is stored a second time, transposed. Results are symmetric to the bit
 diagonal: an asymmetric rounding error would not stay harmless as it does in whole products.
 
 Programs claim places of the sequence (`schedule`) one by one, and start a tile as soon as the products before it are
-complete for its matrix: no product waits for the last tile of the one before, and there is one launch. What a tile
+complete for its slot: no product waits for the last tile of the one before, and there is one launch. What a tile
 waits for has been claimed before it, by programs that run. So no program has to wait for one that does not, be it
 because a collective holds its multiprocessor. Warps have fixed tasks and hand shared memory to each other:
 
@@ -72,24 +72,25 @@ def _produce(
     WIDE: gl.constexpr, TK: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring with the slices of all tiles of this program, in order."""
-    listing, counters, total, batch, m, n, _band = work
+    listing, counters, total, slots, m, n, _band = work
     a_ring, b_ring, full, empty = ring
     at = 0
     product = 0
     start = 0
     before = 0
     tile = 0
-    place = claimed_place(claim_place(counters + batch))
+    place = claimed_place(claim_place(counters + slots))
     while place < total:
         pass_place(place, places, tile)
-        ticket = claim_place(counters + batch)  # the answer is there when this tile is loaded
-        product, start, before, kind, matrix, i, j = find(place, product, start, before, work, WIDE, TALL)
+        ticket = claim_place(counters + slots)  # the answer is there when this tile is loaded
+        product, start, before, kind, own, i, j = find(place, product, start, before, work, WIDE, TALL)
         row = i * T
         column = j * (T * WIDE)
-        a = gl.load(listing + product * FIELDS + 1) * batch + matrix
-        b = gl.load(listing + product * FIELDS + 2) * batch + matrix
+        x = gl.load(listing + product * FIELDS + 6) + own
+        a = gl.load(listing + product * FIELDS + 1) * slots + own
+        b = gl.load(listing + product * FIELDS + 2) * slots + own
         narrow = is_narrow(kind, i, j, WIDE, TALL)
-        await_tiles(counters + matrix, 2 * before)
+        await_tiles(counters + own, 2 * before)
         for step in range(gl.cdiv(gl.where(kind == GRAM, n, m), TK)):
             slot = at % STAGES
             k = step * TK
@@ -101,17 +102,17 @@ def _produce(
             mbarrier.expect(ready, (1 + WIDE) * T * TK * 2, pred=narrow == 0)
             if kind == GRAM:
                 if TALL:
-                    _load_turned(x_rows, a, k, row, a_slot, ready, TK, T)
-                    _load_turned(x_cols, a, k, column, b_slot, ready, TK, T * WIDE)
+                    _load_turned(x_rows, x, k, row, a_slot, ready, TK, T)
+                    _load_turned(x_cols, x, k, column, b_slot, ready, TK, T * WIDE)
                 else:
-                    _load_pair(x_rows, x_cols, a * m + row, a * m + column, k, a_slot, b_slot, ready, narrow)
+                    _load_pair(x_rows, x_cols, x * m + row, x * m + column, k, a_slot, b_slot, ready, narrow)
             elif kind == APPLY:
                 if TALL:  # rows of X times rows of Q, which is symmetric
-                    tma.async_copy_global_to_shared(x_apply, [b * n + row, k], ready, a_slot)
+                    tma.async_copy_global_to_shared(x_apply, [x * n + row, k], ready, a_slot)
                     tma.async_copy_global_to_shared(w_cols, [a * m + column, k], ready, b_slot)
                 else:
                     tma.async_copy_global_to_shared(w_rows, [a * m + row, k], ready, a_slot)
-                    _load_turned(x_apply, b, k, column, b_slot, ready, TK, T * WIDE)
+                    _load_turned(x_apply, x, k, column, b_slot, ready, TK, T * WIDE)
             else:
                 _load_pair(w_rows, w_cols, a * m + row, b * m + column, k, a_slot, b_slot, ready, narrow)
             at += 1
@@ -206,7 +207,7 @@ def _consume(
     WIDE: gl.constexpr, TK: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Multiplies rows HALF * H to HALF * H + H - 1 of every tile of this program."""
-    listing, _counters, total, _batch, m, n, _band = work
+    listing, _counters, total, _slots, m, n, _band = work
     at = 0
     number = 0
     added = 0
@@ -251,7 +252,7 @@ def _transfer(
     HALF: gl.constexpr, WIDE: gl.constexpr, TALL: gl.constexpr,
 ):  # fmt: skip
     """Loads C for, stores and announces the blocks of one consuming group."""
-    listing, counters, total, batch, m, _n, _band = work
+    listing, counters, total, slots, m, _n, _band = work
     direct, mirror, c_full, c_empty, out_full, out_empty = box
     number = 0
     added = 0
@@ -261,9 +262,10 @@ def _transfer(
     tile = 0
     place = receive_place(places, tile, 1)
     while place < total:
-        product, start, before, kind, matrix, i, j = find(place, product, start, before, work, WIDE, TALL)
+        product, start, before, kind, own, i, j = find(place, product, start, before, work, WIDE, TALL)
         row = i * T + HALF * H
-        await_tiles(counters + matrix, 2 * before)  # what is added is there
+        x = gl.load(listing + product * FIELDS + 6) + own
+        await_tiles(counters + own, 2 * before)  # what is added is there
         first = gl.load(listing + product * FIELDS + 4)
         for operation in range(first, gl.load(listing + product * FIELDS + 5), 4):
             target = gl.load(listing + operation)
@@ -271,7 +273,7 @@ def _transfer(
                 mbarrier.wait(c_empty, added & 1 ^ 1)
                 added += 1
                 narrow = is_narrow(kind, i, j, WIDE, TALL)
-                c_row = (target * batch + matrix) * m + row
+                c_row = (target * slots + own) * m + row
                 mbarrier.expect(c_full, H * T * 2, pred=narrow)
                 mbarrier.expect(c_full, H * T * 2 * WIDE, pred=narrow == 0)
                 tma.async_copy_global_to_shared(w_add, [c_row, j * (T * WIDE)], c_full, direct.reshape([H, T]))
@@ -285,26 +287,26 @@ def _transfer(
                         mbarrier.wait(out_full, number & 1)
                         if kind != APPLY:
                             store_symmetric(
-                                w_direct, w_mirror, w_corner, direct, mirror, target * batch + matrix, i, block, HALF
+                                w_direct, w_mirror, w_corner, direct, mirror, target * slots + own, i, block, HALF
                             )
                         elif target < 0:
                             result = direct._reinterpret(out.dtype, [1, H, T], out.layout)
-                            tma.async_copy_shared_to_global(out, [matrix, row, block * T], result)
+                            tma.async_copy_shared_to_global(out, [x, row, block * T], result)
                         else:
-                            tma.async_copy_shared_to_global(x_next, [matrix, row, block * T], direct)
+                            tma.async_copy_shared_to_global(x_next, [x, row, block * T], direct)
                         tma.store_wait(0)
                         mbarrier.arrive(out_empty)
                         number += 1
-        announce_tile(counters + matrix)
+        announce_tile(counters + own)
         tile += 1
         place = receive_place(places, tile, 1)
 
 
 # Nothing is compiled anew for a size that happens to be 1 or a multiple of 16.
-@gluon.jit(do_not_specialize=["total", "batch", "m", "n", "band"])
+@gluon.jit(do_not_specialize=["total", "slots", "m", "n", "band"])
 def products_kernel(
     x_rows, x_cols, x_apply, x_next, out, w_rows, w_cols, w_add, w_direct, w_mirror, w_corner, listing, counters,
-    total, batch, m, n, band,
+    total, slots, m, n, band,
     WIDE: gl.constexpr, TK: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Runs all tiles of the sequence; see the module."""
@@ -331,7 +333,7 @@ def products_kernel(
     ring = (a_ring, b_ring, full, empty)
     box_0 = make_box(direct, mirror, box_barriers, 0)
     box_1 = make_box(direct, mirror, box_barriers, 1)
-    work = (listing, counters, total, batch, m, n, band)
+    work = (listing, counters, total, slots, m, n, band)
     gl.warp_specialize(
         [
             (_consume, (w_add, out, ring, box_0, places, work, 0, WIDE, TK, TALL, STAGES)),

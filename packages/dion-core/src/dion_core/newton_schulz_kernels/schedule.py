@@ -1,7 +1,9 @@
 """Which tile comes when, for the kernel of products.
 
-All tiles of all products of all matrices form one sequence: product by product, within a product matrix by matrix,
-within a matrix in bands of rows of tiles, so that tiles that run at the same time share operands in the L2 cache.
+All tiles of all products of all matrices form one sequence: part by part of the batch, within a part product by
+product, within a product matrix by matrix, within a matrix in bands of rows of tiles, so that tiles that run at the
+same time share operands in the L2 cache. Each matrix of a part has a slot, that is buffers and a counter, which goes on
+to one of the next part.
 
 Example: B = 2 matrices of m = 256 and tiles of one block: 3 tiles in a symmetric product, (0, 0), (1, 0), (1, 1).
 Product 0 takes places 0 to 2 for matrix 0 and 3 to 5 for matrix 1, product 1 places 6 to 8 for matrix 0, and so on.
@@ -17,7 +19,7 @@ import triton.language as tl
 
 T = tl.constexpr(128)
 FIELDS = tl.constexpr(8)
-"""Of a product in the table (module `listing`): kind, left, right, alpha, first operation, end of operations."""
+"""Of a product in the table: kind, left, right, alpha, first and end of operations, first matrix, matrices."""
 GRAM = tl.constexpr(0)
 APPLY = tl.constexpr(2)
 
@@ -68,10 +70,10 @@ def rectangle_tile(place, rows, columns, band):
 def find(place, product, start, before, work, WIDE: tl.constexpr, TALL: tl.constexpr):
     """What lies at `place` of the sequence, searched for from an earlier product on.
 
-    Returns the product, its first place, how many tiles a matrix has in all products before it, its kind, the
-    matrix, and the row and column of the tile.
+    Returns the product, its first place, how many tiles a slot has in all products before it, its kind, the slot, and
+    the row and column of the tile.
     """
-    listing, _counters, _total, batch, m, n, band = work
+    listing, _counters, _total, _slots, m, n, band = work
     count = tl.cdiv(m, T)
     squares = count // WIDE
     triangle = WIDE * squares * (squares + 1) // 2 + count % WIDE * (squares + 1)
@@ -79,15 +81,17 @@ def find(place, product, start, before, work, WIDE: tl.constexpr, TALL: tl.const
     columns = tl.cdiv(m, T * WIDE) if TALL else tl.cdiv(n, T * WIDE)
     kind = tl.load(listing + product * FIELDS)
     tiles = tl.where(kind == APPLY, rows * columns, triangle)
-    while place >= start + batch * tiles:
-        start += batch * tiles
+    end = start + tl.load(listing + product * FIELDS + 7) * tiles
+    while place >= end:
+        start = end
         before += tiles
         product += 1
         kind = tl.load(listing + product * FIELDS)
         tiles = tl.where(kind == APPLY, rows * columns, triangle)
-    matrix = (place - start) // tiles
+        end = start + tl.load(listing + product * FIELDS + 7) * tiles
+    slot = (place - start) // tiles
     if kind == APPLY:
         i, j = rectangle_tile((place - start) % tiles, rows, columns, band * 2)
     else:
         i, j = triangle_tile((place - start) % tiles, count, band, WIDE)
-    return product, start, before, kind, matrix, i, j
+    return product, start, before, kind, slot, i, j
