@@ -213,3 +213,35 @@ def test_gradients_of_sharded_parameters_are_checked_where_they_differ() -> None
         late = DTensor(AsyncCollectiveTensor(given[1]), parameters[1]._spec, requires_grad=False)
         parameters[1].grad = late
         assert [type(gradient) for gradient in gradients.of_step()] == [Tensor] * 3
+
+
+def test_gradients_of_an_equal_spec_are_known_and_of_another_are_not() -> None:
+    with loopback(2, "cpu") as (mesh, _):
+        shards = [torch.randn(4, 6) for _ in range(2)]
+        parameters = [nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)], run_check=False)) for shard in shards]
+        gradients = MemberGradients(NorDion2(parameters)._plan.members)
+        for placement in (Shard(0), Shard(0), Shard(1)):
+            given = [torch.randn(4, 6) for _ in parameters]
+            for parameter, gradient in zip(parameters, given, strict=True):
+                parameter.grad = DTensor.from_local(gradient, mesh, [Shard(0)], run_check=False)
+            if placement != Shard(0):
+                parameters[1].grad = DTensor.from_local(torch.randn(8, 3), mesh, [placement], run_check=False)
+                with pytest.raises(ValueError, match="placements"):
+                    gradients.of_step()
+            else:
+                assert all(map(torch.equal, gradients.of_step(), given))
+
+
+def test_sharded_parameters_that_cease_to_require_gradients_are_noticed() -> None:
+    with loopback(2, "cpu") as (mesh, _):
+        shards = [torch.randn(4, 6) for _ in range(2)]
+        parameters = [nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)], run_check=False)) for shard in shards]
+        optimizer = NorDion2(parameters, transport="local")
+        for parameter in parameters:
+            parameter.grad = DTensor.from_local(torch.randn(4, 6), mesh, [Shard(0)], run_check=False)
+        for frozen in (False, True, False):
+            parameters[1].requires_grad_(not frozen)
+            before = parameters[1].to_local().clone()
+            optimizer.step()
+            assert [member.number for member in optimizer._plan.members] == [0, 1][: 2 - frozen]
+            assert torch.equal(before, parameters[1].to_local()) == frozen

@@ -184,7 +184,8 @@ def structure(group: Mapping[str, Any]) -> tuple[Any, ...]:
     for name in RATES:
         if isinstance(group.get(name), Tensor) and group[name].ndim:
             check_options({name: group[name]}, " in a parameter group")
-    trainable = tuple(map(_TRAINABLE, group["params"]))
+    with torch._C.DisableTorchFunctionSubclass():  # to look for one takes as long as to read
+        trainable = tuple(map(_TRAINABLE, group["params"]))
     values = (group.get(name) for name in STRUCTURAL)
     # A list is copied, since it could be changed in place.
     return (*(tuple(value) if isinstance(value, list) else value for value in values), trainable)
