@@ -245,3 +245,43 @@ def test_sharded_parameters_that_cease_to_require_gradients_are_noticed() -> Non
             optimizer.step()
             assert [member.number for member in optimizer._plan.members] == [0, 1][: 2 - frozen]
             assert torch.equal(before, parameters[1].to_local()) == frozen
+
+
+def test_gradients_at_the_same_addresses_that_are_others() -> None:
+    """Another dtype, other strides, another shape and a missing one are seen; addresses follow."""
+    parameters = [nn.Parameter(torch.randn(4, 4, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = NorDion2(parameters)
+    operands = StepOperands(optimizer._plan.buckets)
+    operands._tables = [_DeviceTable(optimizer._plan.buckets, [0])]  # as on a GPU
+    first, second = (torch.ones(4, 4, dtype=torch.bfloat16) for _ in range(2))
+    plain = [first, second]
+    halves = [each.view(torch.float16) for each in plain]
+    turned, short = [each.t() for each in plain], [each[:2] for each in plain]
+    for given in (plain, halves, plain, turned, plain, short, [first, halves[1]], [None, second], plain, [None, None]):
+        for _ in range(2):
+            (found,) = operands.of_step(optimizer.state, [given])
+            made = found.gradients
+            assert isinstance(made, Matrices)
+            assert made.addresses.tolist() == [0 if each is None else each.data_ptr() for each in made]
+            for each, old in zip(made, given, strict=True):
+                assert (each is None) == (old is None)
+                if old is not None:
+                    assert torch.equal(each.double(), old.double())
+                    assert (each.shape, each.stride(), each.dtype) == (made.shape, made.stride, made.dtype)
+
+
+def test_addresses_of_a_state_whose_strides_differ_for_some_steps() -> None:
+    parameters = [nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
+    optimizer = NorDion2(parameters)
+    operands = StepOperands(optimizer._plan.buckets)
+    operands._tables = [_DeviceTable(optimizer._plan.buckets, [0])]
+    state, gradients = optimizer.state[parameters[1]], [torch.randn(4, 4) for _ in parameters]
+    for change in (move, transpose, transpose, move, transpose, move, transpose):
+        state["momentum"] = change(state["momentum"])
+        for _ in range(2):
+            (found,) = operands.of_step(optimizer.state, [gradients])
+            wanted = [optimizer.state[parameter]["momentum"].data_ptr() for parameter in parameters]
+            assert [each.data_ptr() for each in found.momentum] == wanted
+            assert isinstance(found.momentum, Matrices) == state["momentum"].is_contiguous()
+            if isinstance(found.momentum, Matrices):
+                assert found.momentum.addresses.tolist() == wanted

@@ -55,6 +55,10 @@ class Matrices(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.tensors)
 
+    def of(self, tensors: Sequence[Tensor | None]) -> Matrices:
+        """The same with other tensors, which lie where and as these do; with none it keeps no memory."""
+        return Matrices(tensors, self.addresses, self.shape, self.stride, self.dtype, self.aligned, self.starts)
+
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether `tensors`, of the same shape, lie where and as those do that it was made of."""
         if self.starts != list(map(Tensor.data_ptr, tensors)):
@@ -64,13 +68,16 @@ class Matrices(Sequence[Any]):
         return set(map(Tensor.stride, tensors)) <= {self.stride}
 
 
-def matrices(tensors: Sequence[Tensor | None], addresses: Tensor, like: Tensor) -> Matrices:
+def matrices(
+    tensors: Sequence[Tensor | None], addresses: Tensor, like: Tensor, before: Matrices | None = None
+) -> Matrices:
     """The tensors as one operand, without a copy where they have one dtype and one pair of strides.
 
     Args:
         tensors: N tensors of one shape. Where they differ they become contiguous, in the dtype that holds all values.
         addresses: (N,) int64 of the tensors as returned, which may be written later than this is called.
         like: (R, C), what they are like where all are missing.
+        before: what was made of others; its very `starts` are kept where these lie where and as they did.
     """
     missing = type(None) in set(map(type, tensors))
     present: Sequence[Any] = [tensor for tensor in tensors if tensor is not None] if missing else tensors
@@ -81,11 +88,14 @@ def matrices(tensors: Sequence[Tensor | None], addresses: Tensor, like: Tensor) 
         wide = reduce(torch.promote_types, map(_DTYPE, present))
         tensors = [None if tensor is None else tensor.to(wide).contiguous() for tensor in tensors]
     first = next((tensor for tensor in tensors if tensor is not None), like)
-    stride, dtype = first.stride(), first.dtype
-    places = starts(tensors)
+    shape, stride, dtype = first.shape, first.stride(), first.dtype
+    places = starts(tensors) if missing else list(map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
+    form = (places, shape, stride, dtype)
+    if before is not None and (before.starts, before.shape, before.stride, before.dtype) == form:
+        return before.of(tensors)
     adjacent = stride[1] == 1 and stride[0] * first.itemsize % ALIGNMENT == 0
     aligned = adjacent and reduce(or_, places, 0) % ALIGNMENT == 0
-    rows, columns = first.shape
+    rows, columns = shape
     return Matrices(tensors, addresses, (rows, columns), (stride[0], stride[1]), dtype, aligned, places)
 
 

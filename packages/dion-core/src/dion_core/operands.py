@@ -171,19 +171,12 @@ class _DeviceTable:
         made: list[Operands] = []
         for number, operands in enumerate(given):
             if isinstance(operands.parameters, Matrices):
-                place = self._places[number]["gradients"]
-                gradients = self._noted(
-                    number, "gradients", _on_device("gradients", operands.gradients, place, operands.parameters[0])
-                )
-                made.append(operands.with_other(gradients, self._scalars[number]))
-                continue
-            if self._plain[number]:  # of different shapes or without addresses: no kernel can go through them
-                found = {role: getattr(operands, role) for role in ROLES}
+                made.append(operands.with_other(self._found(number, "gradients", operands), self._scalars[number]))
+            elif self._plain[number]:  # of different shapes or without addresses: no kernel can go through them
+                made.append(operands.with_other(operands.gradients, self._scalars[number]))
             else:
-                known, places = self._known[number], self._places[number].items()
-                found = {role: _found(role, operands, place, known) for role, place in places}
-            by_address = {role: self._noted(number, role, each) for role, each in found.items()}
-            made.append(Operands(**by_address, scalars=self._scalars[number]))
+                by_address = {role: self._found(number, role, operands) for role in ROLES}
+                made.append(Operands(**by_address, scalars=self._scalars[number]))
         values = [_host_value(value) for operands in given for value in operands.scalars.values()]
         self._values.write(self._addresses, values)
         for operands, scalars in zip(given, self._scalars, strict=True):
@@ -192,12 +185,21 @@ class _DeviceTable:
                     scalars[name].copy_(value)
         return made
 
-    def _noted(self, number: int, role: str, tensors: Sequence[Any]) -> Sequence[Any]:
-        """The tensors, whose addresses are to be sent."""
-        start, length = self._starts[number][role], len(self._places[number][role])
-        addresses = tensors.starts if isinstance(tensors, Matrices) and tensors.starts else [0] * length
-        self._addresses[start : start + length] = array("q", addresses)
-        return tensors
+    def _found(self, number: int, role: str, operands: Operands) -> Sequence[Any]:
+        """The tensors of one role by address, or as they are where no kernel can go through and none may copy them."""
+        tensors: Sequence[Any] = getattr(operands, role)
+        place, start = self._places[number][role], self._starts[number][role]
+        before = self._known[number].get(role)
+        if role != "gradients" and before is not None and before.holds(tensors):
+            return before.of(tensors)
+        if role != "gradients" and not alike(tensors):
+            logger.info("%s of one bucket differ in strides and are handled one by one", role)
+            return tensors
+        found = matrices(tensors, place, operands.parameters[0], before)
+        if before is None or found.starts is not before.starts:
+            self._addresses[start : start + len(place)] = array("q", found.starts or [0] * len(place))
+            self._known[number][role] = found.of(())  # the memory of gradients is the user's to free
+        return found
 
 
 class _Source:
@@ -276,25 +278,6 @@ def storages(operands: Sequence[Operands], gradients: Sequence[Tensor | None]) -
 def _locals(tensors: Sequence[Any], sharded: bool) -> Sequence[Any]:
     """This rank's parts; all of a bucket are DTensors, or none is."""
     return list(map(_LOCAL, tensors)) if sharded else tensors
-
-
-def _found(role: str, operands: Operands, place: Tensor, known: dict[str, Matrices]) -> Sequence[Any]:
-    """The tensors of one role by address; what lies where it did is not looked at again, but for gradients."""
-    tensors, before = getattr(operands, role), known.get(role)
-    if before is not None and before.holds(tensors):
-        return before
-    found = _on_device(role, tensors, place, operands.parameters[0])
-    if role != "gradients" and isinstance(found, Matrices):  # the memory of gradients is the user's to free
-        known[role] = found
-    return found
-
-
-def _on_device(role: str, tensors: Sequence[Any], place: Tensor, like: Tensor) -> Sequence[Any]:
-    """The tensors by address, or as they are where no kernel can go through them and they must not be copied."""
-    if role != "gradients" and not alike(tensors):
-        logger.info("%s of one bucket differ in strides and are handled one by one", role)
-        return tensors
-    return matrices(tensors, place, like)
 
 
 def _host_value(value: float | Tensor) -> float:
