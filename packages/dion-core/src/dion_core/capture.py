@@ -20,6 +20,8 @@ from dion_core.plan import Plan
 
 logger = logging.getLogger("dion_core")
 
+_PLAIN = (str, int, float)
+
 
 class StepGraph:
     """Runs the device work of a step: once as it is, then captured, then by replay.
@@ -145,8 +147,10 @@ def form(plan: Plan, operands: Sequence[Operands]) -> Hashable:
 
 def _frozen(value: object) -> Hashable:
     """Equal for equal options, also where one is changed in place."""
-    parts = value if isinstance(value, tuple) else (value,)
-    return value if all(part is None or isinstance(part, str | int | float) for part in parts) else stable_repr(value)
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    plain = isinstance(value, tuple) and all(part is None or isinstance(part, _PLAIN) for part in value)
+    return value if plain else stable_repr(value)
 
 
 def form_of_others(plan: Plan, state: States) -> Hashable:
