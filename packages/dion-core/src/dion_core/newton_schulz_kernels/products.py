@@ -188,14 +188,14 @@ def _consume_tile(
             fence_async_shared()
             mbarrier.arrive(c_empty)
         else:
-            if (kind != APPLY) & (i // WIDE == j):
+            if kind != APPLY and i // WIDE == j:
                 left = add_diagonal(left, factor, i * T + HALF * H, j * (T * WIDE))
                 if BLOCKS == 2:
                     right = add_diagonal(right, factor, i * T + HALF * H, j * (T * WIDE) + T)
             hand_over(left, out, box, number, kind, target, i == WIDE * j, HALF)
             number += 1
             if BLOCKS == 2:  # noqa: SIM102 - known to the compiler, so that `right` need not exist
-                if (kind == APPLY) | (WIDE * j + 1 <= i):
+                if kind == APPLY or WIDE * j + 1 <= i:
                     hand_over(right, out, box, number, kind, target, i == WIDE * j + 1, HALF)
                     number += 1
     return at + steps, number, added
