@@ -181,7 +181,9 @@ def _consume_tile(
     direct, mirror, c_full, c_empty, _out_full, _out_empty = box
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     acc = _multiply(ring, at, steps, HALF, BLOCKS, WIDE, TK, A_TURNED, B_TURNED, STAGES)
-    acc *= gl.load(listing + product * FIELDS + 3).to(gl.float32, bitcast=True)
+    PLAIN: gl.constexpr = A_TURNED or kind == APPLY  # such products are only stored, with factor 1 and diagonal 0
+    if not PLAIN:
+        acc *= gl.load(listing + product * FIELDS + 3).to(gl.float32, bitcast=True)
     if BLOCKS == 1:
         left = gl.convert_layout(acc, LAYOUT)
     else:
@@ -192,7 +194,7 @@ def _consume_tile(
     for operation in range(first, gl.load(listing + product * FIELDS + 5), 4):
         target = gl.load(listing + operation)
         factor = gl.load(listing + operation + 1).to(gl.float32, bitcast=True)
-        if gl.load(listing + operation + 2) == 0:
+        if not PLAIN and gl.load(listing + operation + 2) == 0:
             mbarrier.wait(c_full, added & 1)
             added += 1
             left = _add(left, factor, direct.reshape([H, T]).load(LAYOUT))
@@ -201,7 +203,7 @@ def _consume_tile(
             fence_async_shared()
             mbarrier.arrive(c_empty)
         else:
-            if kind != APPLY and i // WIDE == j:
+            if not PLAIN and i // WIDE == j:
                 left = add_diagonal(left, factor, i * T + HALF * H, j * (T * WIDE))
                 if BLOCKS == 2:
                     right = add_diagonal(right, factor, i * T + HALF * H, j * (T * WIDE) + T)
