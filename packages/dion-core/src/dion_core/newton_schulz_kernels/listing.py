@@ -83,8 +83,7 @@ class Store:
 class Product:
     """Value = alpha * left right, and what is done with it, in order; the last operation is a `Store`.
 
-    A buffer that is added may be stored to afterwards, a factor may not. In the place of X stands 0. Products with X
-    are only stored: alpha is 1, and their operation is one `Store` with diagonal 0.
+    A buffer that is added may be stored to afterwards, a factor may not. In the place of X stands 0.
     """
 
     kind: Kind

@@ -156,7 +156,7 @@ def _multiply(
 
 @gluon.jit
 def _add(value, factor, addend):
-    """value + factor * addend, rounded once, for an addend in float16.
+    """The sum value + factor * addend, rounded once, for an addend in float16.
 
     Written out, it is the same instructions, but LLVM searches the sums of a whole tile for vectors, which takes longer
     than all else that it does.
@@ -168,52 +168,29 @@ def _add(value, factor, addend):
 
 
 @gluon.jit
-def _consume_tile(
-    w_add, out, ring, box, listing, counts, product, kind, i, j, steps,
-    HALF: gl.constexpr, BLOCKS: gl.constexpr, WIDE: gl.constexpr, TK: gl.constexpr,
+def _scale(value, factor):
+    """The product value * factor; the compiler cannot move it to behind the place where the values of cases meet."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [value, factor], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _work_out(
+    ring, at, steps, alpha, HALF: gl.constexpr, BLOCKS: gl.constexpr, WIDE: gl.constexpr, TK: gl.constexpr,
     A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Works out H rows of a tile of BLOCKS blocks, adds to them and hands them over as the product's operations say.
-
-    `counts` are the slices, blocks and additions so far; they are returned with this tile's added.
-    """
-    at, number, added = counts
-    direct, mirror, c_full, c_empty, _out_full, _out_empty = box
+    """Left and right block of H rows of a tile of BLOCKS blocks, times alpha; of one block, that block twice."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    acc = _multiply(ring, at, steps, HALF, BLOCKS, WIDE, TK, A_TURNED, B_TURNED, STAGES)
-    PLAIN: gl.constexpr = A_TURNED or kind == APPLY  # such products are only stored, with factor 1 and diagonal 0
-    if not PLAIN:
-        acc *= gl.load(listing + product * FIELDS + 3).to(gl.float32, bitcast=True)
+    acc = _scale(_multiply(ring, at, steps, HALF, BLOCKS, WIDE, TK, A_TURNED, B_TURNED, STAGES), alpha)
     if BLOCKS == 1:
         left = gl.convert_layout(acc, LAYOUT)
+        right = left
     else:
         left, right = acc.reshape([H, 2, T]).permute([0, 2, 1]).split()
         left = gl.convert_layout(left, LAYOUT)
         right = gl.convert_layout(right, LAYOUT)
-    first = gl.load(listing + product * FIELDS + 4)
-    for operation in range(first, gl.load(listing + product * FIELDS + 5), 4):
-        target = gl.load(listing + operation)
-        factor = gl.load(listing + operation + 1).to(gl.float32, bitcast=True)
-        if not PLAIN and gl.load(listing + operation + 2) == 0:
-            mbarrier.wait(c_full, added & 1)
-            added += 1
-            left = _add(left, factor, direct.reshape([H, T]).load(LAYOUT))
-            if BLOCKS == 2:
-                right = _add(right, factor, mirror._reinterpret(gl.float16, [H, T], w_add.layout).load(LAYOUT))
-            fence_async_shared()
-            mbarrier.arrive(c_empty)
-        else:
-            if not PLAIN and i // WIDE == j:
-                left = add_diagonal(left, factor, i * T + HALF * H, j * (T * WIDE))
-                if BLOCKS == 2:
-                    right = add_diagonal(right, factor, i * T + HALF * H, j * (T * WIDE) + T)
-            hand_over(left, out, box, number, kind, target, i == WIDE * j, HALF)
-            number += 1
-            if BLOCKS == 2:  # noqa: SIM102 - known to the compiler, so that `right` need not exist
-                if kind == APPLY or WIDE * j + 1 <= i:
-                    hand_over(right, out, box, number, kind, target, i == WIDE * j + 1, HALF)
-                    number += 1
-    return at + steps, number, added
+    return left, right
 
 
 @gluon.jit
@@ -221,8 +198,14 @@ def _consume(
     w_add, out, ring, box, places, work, HALF: gl.constexpr,
     WIDE: gl.constexpr, TK: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies rows HALF * H to HALF * H + H - 1 of every tile of this program."""
+    """Multiplies rows HALF * H to HALF * H + H - 1 of every tile of this program.
+
+    It adds to them and hands them over as the product's operations say, in one piece of code for tiles of all kinds:
+    the time that it takes to compile is that of these copies.
+    """
     listing, _counters, total, _slots, m, n, _band = work
+    direct, mirror, c_full, c_empty, _out_full, _out_empty = box
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     at = 0
     number = 0
     added = 0
@@ -234,29 +217,40 @@ def _consume(
     while place < total:
         product, start, before, kind, _, i, j = find(place, product, start, before, work, WIDE, TALL)
         steps = gl.cdiv(gl.where(kind == GRAM, n, m), TK)
-        counts = (at, number, added)
-        # Whole tiles are worked out in each case: where accumulators of two cases met, the compiler would make every
-        # product wait for the one before.
+        alpha = gl.load(listing + product * FIELDS + 3).to(gl.float32, bitcast=True)
+        # Each case ends with `_scale`: where accumulators of two cases met, the compiler would make every product wait
+        # for the one before. So it would if two cases were the same code, which it joins.
         if TALL and kind == GRAM:
-            at, number, added = _consume_tile(
-                w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
-                HALF, WIDE, WIDE, TK, True, True, STAGES,
-            )  # fmt: skip
-        elif kind == APPLY:
-            at, number, added = _consume_tile(
-                w_add, out, ring, box, listing, counts, product, APPLY, i, j, steps,
-                HALF, WIDE, WIDE, TK, False, not TALL, STAGES,
-            )  # fmt: skip
+            left, right = _work_out(ring, at, steps, alpha, HALF, WIDE, WIDE, TK, True, True, STAGES)
+        elif not TALL and kind == APPLY:
+            left, right = _work_out(ring, at, steps, alpha, HALF, WIDE, WIDE, TK, False, True, STAGES)
         elif WIDE == 2 and not TALL and is_narrow(kind, i, j, WIDE, TALL):
-            at, number, added = _consume_tile(
-                w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
-                HALF, 1, WIDE, TK, False, False, STAGES,
-            )  # fmt: skip
+            left, right = _work_out(ring, at, steps, alpha, HALF, 1, WIDE, TK, False, False, STAGES)
         else:
-            at, number, added = _consume_tile(
-                w_add, out, ring, box, listing, counts, product, GRAM, i, j, steps,
-                HALF, WIDE, WIDE, TK, False, False, STAGES,
-            )  # fmt: skip
+            left, right = _work_out(ring, at, steps, alpha, HALF, WIDE, WIDE, TK, False, False, STAGES)
+        at += steps
+        first = gl.load(listing + product * FIELDS + 4)
+        for operation in range(first, gl.load(listing + product * FIELDS + 5), 4):
+            target = gl.load(listing + operation)
+            factor = gl.load(listing + operation + 1).to(gl.float32, bitcast=True)
+            if gl.load(listing + operation + 2) == 0:
+                mbarrier.wait(c_full, added & 1)
+                added += 1
+                left = _add(left, factor, direct.reshape([H, T]).load(LAYOUT))
+                if WIDE == 2:  # of a narrow tile, something that nobody asks for
+                    right = _add(right, factor, mirror._reinterpret(gl.float16, [H, T], w_add.layout).load(LAYOUT))
+                fence_async_shared()
+                mbarrier.arrive(c_empty)
+            else:
+                if (kind != APPLY) & (i // WIDE == j):
+                    left = add_diagonal(left, factor, i * T + HALF * H, j * (T * WIDE))
+                    if WIDE == 2:
+                        right = add_diagonal(right, factor, i * T + HALF * H, j * (T * WIDE) + T)
+                for part in gl.static_range(WIDE):
+                    block = j * WIDE + part
+                    if (kind == APPLY) | (block <= i):
+                        hand_over(right if part else left, out, box, number, kind, target, i == block, HALF)
+                        number += 1
         tile += 1
         place = receive_place(places, tile, 4)
 

@@ -46,7 +46,7 @@ def hand_over(value, out, box, number, kind, target, on_diagonal, HALF: gl.const
     """Gives an (H, T) block to the transferring warp: as it is and transposed, or in the dtype of the result."""
     direct, mirror, _c_full, _c_empty, out_full, out_empty = box
     mbarrier.wait(out_empty, number & 1 ^ 1)
-    if kind == APPLY and target < 0:
+    if (kind == APPLY) & (target < 0):
         direct._reinterpret(out.dtype, [1, H, T], out.layout).reshape([H, T]).store(value.to(out.dtype))
     else:
         rounded = value.to(gl.float16)
