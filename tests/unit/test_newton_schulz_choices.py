@@ -39,7 +39,8 @@ def test_the_nearest_measured_shape_decides() -> None:
 @pytest.mark.usefixtures("measured")
 def test_an_unknown_device_takes_the_default() -> None:
     assert choose("unknown", 8, 1280, 5120) == DEFAULT
-    assert choose("unknown", 8, 384, 5120) == SMALL
+    assert choose("unknown", 96, 384, 5120) == SMALL
+    assert choose("unknown", 3, 1536, 1664) == SMALL  # with tiles of two blocks some processors would have no work
 
 
 def test_the_stored_choices_can_be_read() -> None:

@@ -2,8 +2,8 @@
 
 A choice depends on the device's name and the shape alone, so that ranks with equal devices get equal bits. A shape
 that was not measured takes the choice of the nearest one that was, by the sum of the distances of the logarithms of
-order, length and batch size, and a device that was not measured takes `DEFAULT`. Of a batch that is worked on in parts
-the first one counts.
+order, length and batch size. A device that was not measured takes `DEFAULT`, or `SMALL` for few blocks. Of a batch that
+is worked on in parts the first one counts.
 
 Legend: m the shorter side of a matrix, n the longer one, B matrices.
 """
@@ -48,7 +48,8 @@ def choose(device_name: str, batch: int, m: int, n: int) -> Choice:
     """Returns the choice for (B, m, n) on a device of that name."""
     measured = _measured().get(device_name)
     if not measured:
-        return SMALL if m <= listing.SMALL else DEFAULT
+        few = batch * listing.blocks_of(m) < 3 * listing.BLOCKS_AT_ONCE
+        return SMALL if few or m <= listing.SMALL else DEFAULT
     here = (batch, m, n)
     nearest = min(
         measured, key=lambda shape: (sum(abs(math.log(x / y)) for x, y in zip(shape, here, strict=True)), shape)

@@ -132,6 +132,12 @@ class Listing:
         return [*chain.from_iterable(of_parts), *operations]
 
 
+def blocks_of(m: int) -> int:
+    """How many blocks of a symmetric product of order m are computed."""
+    across = -(-m // BLOCK)
+    return across * (across + 1) // 2
+
+
 def parts_of(batch: int, m: int, n: int) -> list[int]:
     """How many of `batch` matrices are worked on together: enough to keep a GPU busy. The largest parts come first.
 
@@ -142,8 +148,7 @@ def parts_of(batch: int, m: int, n: int) -> list[int]:
     Example: 7 of 1536 x 1664 as 4 and 3: a product of one has 78 blocks, and while the third is worked on, 2 * 78 tiles
     are between those of the first and what waits for them.
     """
-    across = -(-m // BLOCK)
-    blocks = across * (across + 1) // 2
+    blocks = blocks_of(m)
     enough = 1 - (-BLOCKS_AT_ONCE // blocks) if n < 2 * m or m <= SMALL else -(-ENOUGH_BLOCKS // blocks)
     parts = max(1, batch // enough)
     return [batch // parts + (part < batch % parts) for part in range(parts)]
