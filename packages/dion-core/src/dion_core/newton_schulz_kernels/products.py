@@ -246,11 +246,10 @@ def _consume(
                     left = add_diagonal(left, factor, i * T + HALF * H, j * (T * WIDE))
                     if WIDE == 2:
                         right = add_diagonal(right, factor, i * T + HALF * H, j * (T * WIDE) + T)
-                for part in range(WIDE):  # not unrolled: it is compiled once
+                for part in gl.static_range(WIDE):
                     block = j * WIDE + part
                     if (kind == APPLY) | (block <= i):
-                        value = left if WIDE == 1 else gl.where(part == 0, left, right)
-                        hand_over(value, out, box, number, kind, target, i == block, HALF)
+                        hand_over(right if part else left, out, box, number, kind, target, i == block, HALF)
                         number += 1
         tile += 1
         place = receive_place(places, tile, 4)
