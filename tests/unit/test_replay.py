@@ -6,6 +6,7 @@ The driver is replaced: the one kernel here doubles numbers, which it finds by t
 from __future__ import annotations
 
 import gc
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from dion_core import cuda_driver, tape
 from dion_core.block import ALIGNMENT, Use, arranged
 from dion_core.recording import varying
 from dion_core.replay import StepReplay
+from dion_core.steps import Steps, interleave
 from dion_core.tape import Run, Tape
 from tests.replay_cases import CPU, Driver, Late, Values, double, recorded, taped
 
@@ -314,3 +316,23 @@ def test_an_arrangement_by_hand() -> None:
     """Two small buffers follow each other where the large one is not yet, and not any more."""
     uses = [Use(100, 0, 2), Use(2000, 1, 4), Use(600, 2, 3), Use(600, 3, 5)]
     assert arranged(uses) == ([2048, 0, 2048, 2048], 3072)
+
+
+def test_buffers_of_six_buckets_fill_no_more_than_is_needed_at_once() -> None:
+    """Rows sent and received in MiB, and what Newton-Schulz takes; placed by size or time alone they leave gaps."""
+    uses, time = list[Use](), count()
+
+    def bucket(rows: int, work: int) -> Steps[None]:
+        started = next(time)
+        yield
+        at_work = next(time)
+        uses.append(Use(work * 2**20, at_work, at_work + 1))
+        yield
+        came_back = next(time)
+        uses.append(Use(rows * 2**20, started, came_back))
+        yield
+        uses.append(Use(rows * 2**20, started, next(time)))
+
+    interleave([bucket(*sizes) for sizes in [(29, 68), (54, 34), (29, 68), (29, 68), (58, 17), (29, 68)]])
+    needed = max(sum(use.num_bytes for use in uses if use.first <= now < use.end) for now in range(next(time)))
+    assert arranged(uses)[1] == needed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -11,6 +12,12 @@ from torch import Tensor
 
 ALIGNMENT = 512
 """Bytes: buffers start at multiples of it, as torch's allocator gives them."""
+
+
+MOVES = 300
+"""So many are tried, which takes some hundredths of a second, once for all steps that are alike."""
+SMALL = 100
+"""A buffer of less than this part of the memory is not moved."""
 
 
 class Region(NamedTuple):
@@ -48,10 +55,12 @@ def arranged(uses: Sequence[Use]) -> tuple[list[int], int]:
     """Where each buffer starts, so that none overlaps another that is in use at the same time; and bytes in all.
 
     Each as low as it goes, in the best of a few orders: the largest first, or those that are used longest, or those
-    that are there when most memory is needed, as they come or the last one first, and then those that are used longest.
+    that are there when most memory is needed, as they come or the last one first, and then those that are used longest;
+    or an order that is found by moves (`_found`).
     """
     times = sorted({use.first for use in uses})
-    fullest = max(times, key=lambda time: sum(use.num_bytes for use in uses if use.first <= time < use.end), default=0)
+    needed = {time: sum(use.num_bytes for use in uses if use.first <= time < use.end) for time in times}
+    fullest = max(times, key=needed.__getitem__, default=0)
 
     def is_other(use: Use) -> bool:
         return not use.first <= fullest < use.end
@@ -65,8 +74,31 @@ def arranged(uses: Sequence[Use]) -> tuple[list[int], int]:
         lambda use: (is_other(use), use.first - use.end if is_other(use) else -use.num_bytes),
     ]
     numbers = range(len(uses))
-    placed = (_placed(uses, sorted(numbers, key=lambda number: key(uses[number]))) for key in orders)
-    return min(placed, key=itemgetter(1))
+    ordered = [sorted(numbers, key=lambda number: key(uses[number])) for key in orders]
+    ordered.append(_found(uses, ordered[2], needed.get(fullest, 0)))
+    return min((_placed(uses, order) for order in ordered), key=itemgetter(1))
+
+
+def _found(uses: Sequence[Use], order: Sequence[int], needed: int) -> list[int]:
+    """Another order, in which the large buffers come first: one or another is moved, which stays if it does no harm.
+
+    Args:
+        uses: of all buffers.
+        order: from which the moves begin.
+        needed: bytes at the time when most are, below which no order comes.
+    """
+    large = [number for number in order if SMALL * uses[number].num_bytes >= needed]
+    small = [number for number in order if SMALL * uses[number].num_bytes < needed]
+    chance, (_, fewest) = random.Random(0), _placed(uses, large)  # the same at every call
+    for _ in range(MOVES if len(large) > 1 else 0):
+        if fewest <= needed + ALIGNMENT * len(large):
+            break
+        moved = list(large)
+        moved.insert(chance.randrange(len(large)), moved.pop(chance.randrange(len(large))))
+        _, num_bytes = _placed(uses, moved)
+        if num_bytes <= fewest:
+            large, fewest = moved, num_bytes
+    return [*large, *small]
 
 
 def _placed(uses: Sequence[Use], order: Sequence[int]) -> tuple[list[int], int]:
