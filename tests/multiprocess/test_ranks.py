@@ -264,12 +264,13 @@ def test_an_interrupted_call_closes_the_pool(monkeypatch: pytest.MonkeyPatch, si
         single.run(os.getpid)
 
 
-def test_ranks_end_with_their_parent() -> None:
+@pytest.mark.parametrize("call", ["pool(1).run(time.sleep, 60)", "time.sleep(60)"], ids=["busy", "idle"])
+def test_ranks_end_with_their_parent(call: str) -> None:
     script = (
         "import os, signal, time\n"
         "from dion_core.testing.ranks import pool\n"
         "print(*pool(1).run(os.getpid), pool(1)._directory.name, flush=True)\n"
-        "pool(1).run(time.sleep, 60)\n"
+        f"{call}\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", script]

@@ -231,16 +231,21 @@ def _serve(
             connection.send_bytes(_answer(call, group if generation != joined else None))
             sys.stdout.flush()
             joined = generation
-    os._exit(0)  # without destroying groups whose other ranks may be gone
+    _leave(directory, 0)  # the parent has closed the pool or has died: an idle rank may notice it here first
 
 
 def _end_with_parent(directory: str) -> None:
-    """Ends this process, whatever it is doing, and removes the pool's directory when the parent has died."""
+    """Ends this process, whatever it is doing, when the parent has died."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
+    _leave(directory, 1)
+
+
+def _leave(directory: str, code: int) -> None:
+    """Ends this process without destroying groups, whose other ranks may be gone, and removes the pool's directory."""
     shutil.rmtree(directory, ignore_errors=True)
-    os._exit(1)
+    os._exit(code)
 
 
 def _answer(call: bytes, new_group: dict[str, Any] | None) -> bytes:
