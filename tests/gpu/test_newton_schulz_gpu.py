@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dion_core.newton_schulz import POLAR_EXPRESS, QUINTIC, NewtonSchulz
+from dion_core.newton_schulz_kernels.listing import parts_of
 from tests.no_sync import no_sync
 
 pytestmark = pytest.mark.gpu
@@ -151,6 +152,16 @@ def test_a_matrix_does_not_depend_on_its_batch() -> None:
         assert whole[4].isnan().all()
         for number in range(4):
             assert torch.equal(whole[number], with_choice(matrices[number : number + 1], choice)[0])
+
+
+@pytest.mark.parametrize("choice", [WIDE, SINGLE], ids=str)
+@pytest.mark.parametrize("shape", [(7, 1536, 1664), (7, 1664, 1536), (6, 1536, 1536)], ids=str)
+def test_a_matrix_of_a_part_gets_the_bits_of_one_alone(shape: tuple[int, int, int], choice: object) -> None:
+    matrices = torch.randn(*shape, device="cuda").bfloat16()
+    assert len(parts_of(shape[0], *sorted(shape[1:]))) == shape[0] // 3
+    whole = with_choice(matrices, choice)
+    for number in range(shape[0]):
+        assert torch.equal(whole[number], with_choice(matrices[number : number + 1], choice)[0])
 
 
 def test_many_matrices_are_worked_on_in_parts() -> None:

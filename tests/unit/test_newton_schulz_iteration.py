@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -65,10 +66,12 @@ def normalize_rows(rows: Tensor, place: Tensor, *, out: Tensor, cleared: Tensor)
 
 
 @pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(iteration, "_run", run)
     monkeypatch.setattr(iteration, "normalize_rows", normalize_rows)
     monkeypatch.setattr(iteration, "choice_for", lambda *_: choices.DEFAULT)
+    yield
+    iteration._plans.cache_clear()  # a test may have changed what they are made of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

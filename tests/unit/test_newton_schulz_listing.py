@@ -112,6 +112,7 @@ def test_how_many_products_and_buffers_there_are() -> None:
         (96, 384, 1536, [24, 24, 24, 24]),
         (45, 384, 1536, [45]),
         (12, 4480, 5120, [2, 2, 2, 2, 2, 2]),
+        (4, 5120, 20480, [2, 2]),
     ],
 )
 def test_how_many_matrices_are_worked_on_together(batch: int, m: int, n: int, parts: list[int]) -> None:

@@ -232,6 +232,17 @@ def test_gradients_of_an_equal_spec_are_known_and_of_another_are_not() -> None:
                 assert all(map(torch.equal, gradients.of_step(), given))
 
 
+def test_a_sparse_gradient_of_an_equal_spec_is_refused() -> None:
+    with loopback(2, "cpu") as (mesh, _):
+        parameter = nn.Parameter(DTensor.from_local(torch.randn(4, 6), mesh, [Shard(0)], run_check=False))
+        gradients = MemberGradients(NorDion2([parameter])._plan.members)
+        parameter.grad = DTensor.from_local(torch.randn(4, 6), mesh, [Shard(0)], run_check=False)
+        gradients.of_step()
+        parameter.grad._local_tensor = torch.eye(4, 6).to_sparse()
+        with pytest.raises(ValueError, match="sparse"):
+            gradients.of_step()
+
+
 def test_sharded_parameters_that_cease_to_require_gradients_are_noticed() -> None:
     with loopback(2, "cpu") as (mesh, _):
         shards = [torch.randn(4, 6) for _ in range(2)]

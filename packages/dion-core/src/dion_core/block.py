@@ -12,11 +12,9 @@ from torch import Tensor
 
 ALIGNMENT = 512
 """Bytes: buffers start at multiples of it, as torch's allocator gives them."""
-
-
-MOVES = 300
-"""So many are tried, which takes some hundredths of a second, once for all steps that are alike."""
-SMALL = 100
+MOVES, COMPARISONS = 300, 10**6
+"""So many are tried, and fewer of many buffers: some hundredths of a second, once for all steps that are alike."""
+SMALLEST_MOVED = 100
 """A buffer of less than this part of the memory is not moved."""
 
 
@@ -75,7 +73,8 @@ def arranged(uses: Sequence[Use]) -> tuple[list[int], int]:
     ]
     numbers = range(len(uses))
     ordered = [sorted(numbers, key=lambda number: key(uses[number])) for key in orders]
-    ordered.append(_found(uses, ordered[2], needed.get(fullest, 0)))
+    _, _, longest_used, *_ = ordered
+    ordered.append(_found(uses, longest_used, needed.get(fullest, 0)))
     return min((_placed(uses, order) for order in ordered), key=itemgetter(1))
 
 
@@ -87,10 +86,10 @@ def _found(uses: Sequence[Use], order: Sequence[int], needed: int) -> list[int]:
         order: from which the moves begin.
         needed: bytes at the time when most are, below which no order comes.
     """
-    large = [number for number in order if SMALL * uses[number].num_bytes >= needed]
-    small = [number for number in order if SMALL * uses[number].num_bytes < needed]
+    large = [number for number in order if SMALLEST_MOVED * uses[number].num_bytes >= needed]
+    small = [number for number in order if SMALLEST_MOVED * uses[number].num_bytes < needed]
     chance, (_, fewest) = random.Random(0), _placed(uses, large)  # the same at every call
-    for _ in range(MOVES if len(large) > 1 else 0):
+    for _ in range(min(MOVES, COMPARISONS // max(len(large), 1) ** 2)):
         if fewest <= needed + ALIGNMENT * len(large):
             break
         moved = list(large)

@@ -27,7 +27,7 @@ from dion_core.selection import Selector
 from dion_core.transport import Bucket, Exchange
 from dion_core.views import Views
 
-_GRADIENT, _SPEC, _LOCAL = attrgetter("grad"), attrgetter("_spec"), attrgetter("_local_tensor")
+_GRADIENT, _SPEC, _LOCAL, _LAYOUT = map(attrgetter, ("grad", "_spec", "_local_tensor", "layout"))
 
 
 def stable_repr(value: object) -> str:
@@ -60,12 +60,10 @@ class Member:
         """
         gradient = self.parameter.grad
         # Gradients share one spec from step to step, and one that is still on its way is of another type.
-        if (
-            type(gradient) is DTensor
-            and gradient._spec is self._checked.get("spec")
-            and type(gradient._local_tensor) is Tensor
-        ):
-            return gradient._local_tensor
+        if type(gradient) is DTensor and gradient._spec is self._checked.get("spec"):
+            local = gradient._local_tensor
+            if type(local) is Tensor and local.layout is torch.strided:
+                return local
         return None if gradient is None else self._checked_gradient(gradient)
 
     def _checked_gradient(self, gradient: Tensor) -> Tensor:
@@ -102,7 +100,7 @@ class MemberGradients:
         if set(map(type, given)) != {DTensor}:
             return [member.gradient() for member in self._members]
         specs, parts = list(map(_SPEC, given)), list(map(_LOCAL, given))
-        if specs == self._specs and set(map(type, parts)) == {Tensor}:
+        if specs == self._specs and set(map(type, parts)) == {Tensor} and set(map(_LAYOUT, parts)) == {torch.strided}:
             return parts
         parts = [member.gradient() for member in self._members]
         self._specs = specs

@@ -61,7 +61,7 @@ class Matrices(Sequence[Any]):
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether `tensors`, of the same shape, lie where and as those do that it was made of."""
-        if self.starts != list(map(Tensor.data_ptr, tensors)):
+        if self.starts != list(map(Tensor.data_ptr, tensors)) or not set(map(_DTYPE, tensors)) <= {self.dtype}:
             return False
         if self.stride == (self.shape[1], 1):  # of each it is faster to ask this than the strides
             return all(map(Tensor.is_contiguous, tensors))

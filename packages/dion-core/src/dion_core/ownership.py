@@ -91,11 +91,11 @@ def cut(owners: Sequence[int], shape: tuple[int, int], load: Sequence[int]) -> l
         shape: of what is orthogonalized of each.
         load: of every rank, all buckets together.
     """
-    cost, enough = newton_schulz_cost(*shape), max(2, math.ceil(SMALLEST_PRODUCTS / max(min(shape), 1) ** 2))
-    limit = max(max(load) / PARTS, min(SMALLEST_PART, enough * cost), 1)
+    cost, enough = newton_schulz_cost(*shape), max(2, math.ceil(SMALLEST_PRODUCTS / min(shape) ** 2))
+    limit = max(max(load) / PARTS, min(SMALLEST_PART, enough * cost))
     owned = Counter(owners)
     most = max(owned.values())
-    parts = min(math.ceil(most * cost / limit), most) or 1
+    parts = min(math.ceil(most * cost / limit), most)
     seen: Counter[int] = Counter()
     places = []
     for owner in owners:

@@ -49,7 +49,7 @@ def choose(device_name: str, batch: int, m: int, n: int) -> Choice:
     measured = _measured().get(device_name)
     if not measured:
         few = batch * listing.blocks_of(m) < 3 * listing.BLOCKS_AT_ONCE
-        return SMALL if few or m <= listing.SMALL else DEFAULT
+        return SMALL if few or m <= listing.SMALL_ORDER else DEFAULT
     here = (batch, m, n)
     nearest = min(
         measured, key=lambda shape: (sum(abs(math.log(x / y)) for x, y in zip(shape, here, strict=True)), shape)

@@ -1,8 +1,8 @@
 """How programs of one launch share out tiles and tell each other that tiles are in memory.
 
-A counter per matrix says how many tiles of its products so far have been stored. Example: two warps store the two
-halves of a tile; each waits until its own stores are in memory and adds one. A program that needs the tile waits
-until it reads a count that includes both, and its copy engine then sees what was stored.
+A counter per slot says how many tiles of the products of its matrices have been stored so far. Example: two warps store
+the two halves of a tile; each waits until its own stores are in memory and adds one. A program that needs the tile
+waits until it reads a count that includes both, and its copy engine then sees what was stored.
 
 One more counter says which places of the sequence are taken. Within a program one warp claims the next place and
 passes it to the others through two slots of shared memory, with a barrier each for "full" and "empty".

@@ -3,7 +3,7 @@
 With q = r + a I and r = b G + c G^2, a step is Q <- Q q and G <- q G q, and a segment ends with X <- Q X. The last two
 steps are one pair, whose q is a polynomial in four products (module `step_pairs`), if their coefficients allow it. The
 list holds numbers of buffers instead
-of tensors. Each buffer is m x m, of every matrix of the batch.
+of tensors. Each buffer is m x m, for every matrix of a part of the batch.
 
 Example: a segment of three steps, of which the last two are a pair (products 1 to 3 are step 1):
 
@@ -46,7 +46,7 @@ BLOCKS_AT_ONCE = 132
 """Tiles of one block that run at the same time, one on each multiprocessor."""
 ENOUGH_BLOCKS = 450
 """Of a symmetric product in tiles of two: so many keep a GPU busy, though they wait for those of the product before."""
-SMALL = 512
+SMALL_ORDER = 512
 """Matrices up to this order are worked on in tiles of one block."""
 FIELDS = 8
 """Numbers of a product in the table; an operation takes half as many."""
@@ -113,7 +113,7 @@ class Listing:
         `Store`.
 
         Args:
-            parts: how many matrices each has.
+            parts: how many matrices each has, none more than the one before.
         """
         rows: list[list[int]] = []
         operations: list[int] = []
@@ -139,7 +139,9 @@ def blocks_of(m: int) -> int:
 
 
 def parts_of(batch: int, m: int, n: int) -> list[int]:
-    """How many of `batch` matrices are worked on together: enough to keep a GPU busy. The largest parts come first.
+    """How many of `batch` matrices are worked on together: enough to keep a GPU busy.
+
+    The largest parts come first: what a tile waits for is counted as if its slot had had a matrix of each earlier part.
 
     In tiles of one block these are so many that all tiles of a product are begun before the first one of the next
     product. Tiles of two, which are faster by a few hundredths, need more. Where n is not much longer than m, and m x m
@@ -149,7 +151,8 @@ def parts_of(batch: int, m: int, n: int) -> list[int]:
     are between those of the first and what waits for them.
     """
     blocks = blocks_of(m)
-    enough = 1 - (-BLOCKS_AT_ONCE // blocks) if n < 2 * m or m <= SMALL else -(-ENOUGH_BLOCKS // blocks)
+    few = 1 - (-BLOCKS_AT_ONCE // blocks)
+    enough = few if n < 2 * m or m <= SMALL_ORDER else max(few, -(-ENOUGH_BLOCKS // blocks))
     parts = max(1, batch // enough)
     return [batch // parts + (part < batch % parts) for part in range(parts)]
 
