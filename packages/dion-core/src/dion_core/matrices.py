@@ -89,7 +89,10 @@ def matrices(
         tensors = [None if tensor is None else tensor.to(wide).contiguous() for tensor in tensors]
     first = next((tensor for tensor in tensors if tensor is not None), like)
     shape, stride, dtype = first.shape, first.stride(), first.dtype
-    places = starts(tensors) if missing else list(map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
+    if missing:
+        places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    else:
+        places = list(map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
     form = (places, shape, stride, dtype)
     if before is not None and (before.starts, before.shape, before.stride, before.dtype) == form:
         return before.of(tensors)
@@ -109,13 +112,6 @@ def stacked(tensors: Sequence[Tensor | None], like: Tensor | None = None) -> Mat
     first = next(tensor for tensor in (*tensors, like) if tensor is not None)
     made = matrices(tensors, torch.empty(0, dtype=torch.int64, device=first.device), first)
     return replace(made, addresses=torch.tensor(made.starts, dtype=torch.int64, device=first.device))
-
-
-def starts(tensors: Sequence[Tensor | None]) -> list[int]:
-    """The address of every tensor; 0 where it is missing."""
-    if type(None) in set(map(type, tensors)):
-        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    return list(map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
 
 
 class DeviceNumbers:

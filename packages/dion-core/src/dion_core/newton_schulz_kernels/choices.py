@@ -48,7 +48,8 @@ def choose(device_name: str, batch: int, m: int, n: int) -> Choice:
     """Returns the choice for (B, m, n) on a device of that name."""
     measured = _measured().get(device_name)
     if not measured:
-        few = batch * listing.blocks_of(m) < 3 * listing.BLOCKS_AT_ONCE
+        # In tiles of two blocks these would be little more than run at the same time.
+        few = batch * listing.triangle(m) < 3 * listing.BLOCKS_AT_ONCE
         return SMALL if few or m <= listing.SMALL_ORDER else DEFAULT
     here = (batch, m, n)
     nearest = min(

@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dion_core.launching import Descriptors, cdiv, compiles_only, launch
 from dion_core.newton_schulz_kernels.choices import Choice, choose
-from dion_core.newton_schulz_kernels.listing import BLOCK, Kind, list_products, parts_of
+from dion_core.newton_schulz_kernels.listing import BLOCK, Kind, list_products, parts_of, triangle
 from dion_core.newton_schulz_kernels.normalize import normalize, normalize_rows
 from dion_core.newton_schulz_kernels.products import products_kernel
 from dion_core.step_pairs import Coefficients
@@ -192,7 +192,7 @@ def _plan(
     table = torch.tensor(listing.table(parts), dtype=torch.int32, device=device)
     applied = sum(product.kind == Kind.APPLY for product in listing.products)
     symmetric = len(listing.products) - applied
-    tiles = symmetric * _triangle(min(rows, columns), choice.wide) + applied * _rectangle(rows, columns, choice.wide)
+    tiles = symmetric * triangle(min(rows, columns), choice.wide) + applied * _rectangle(rows, columns, choice.wide)
     return _Plan(table, listing.buffers, int(listing.products[-1].left == 0), batch * tiles)
 
 
@@ -290,13 +290,6 @@ def _properties(index: int) -> _Properties:
     """The properties of device number `index`."""
     properties = torch.cuda.get_device_properties(index)
     return _Properties((properties.major, properties.minor), properties.multi_processor_count, properties.name)
-
-
-def _triangle(m: int, wide: int) -> int:
-    """Tiles of a symmetric product of one matrix."""
-    count = cdiv(m, BLOCK)
-    squares = count // wide
-    return wide * squares * (squares + 1) // 2 + count % wide * (squares + 1)
 
 
 def _rectangle(rows: int, columns: int, wide: int) -> int:

@@ -43,7 +43,7 @@ NEXT = 0
 BLOCK = 128
 """Side of the blocks that the kernel works out."""
 BLOCKS_AT_ONCE = 132
-"""Tiles of one block that run at the same time, one on each multiprocessor."""
+"""Tiles that run at the same time, one on each multiprocessor of an H200."""
 ENOUGH_BLOCKS = 450
 """Of a symmetric product in tiles of two: so many keep a GPU busy, though they wait for those of the product before."""
 SMALL_ORDER = 512
@@ -132,10 +132,11 @@ class Listing:
         return [*chain.from_iterable(of_parts), *operations]
 
 
-def blocks_of(m: int) -> int:
-    """How many blocks of a symmetric product of order m are computed."""
-    across = -(-m // BLOCK)
-    return across * (across + 1) // 2
+def triangle(m: int, wide: int = 1) -> int:
+    """How many tiles of `wide` blocks a symmetric product of order m has."""
+    count = -(-m // BLOCK)
+    squares = count // wide
+    return wide * squares * (squares + 1) // 2 + count % wide * (squares + 1)
 
 
 def parts_of(batch: int, m: int, n: int) -> list[int]:
@@ -150,7 +151,7 @@ def parts_of(batch: int, m: int, n: int) -> list[int]:
     Example: 7 of 1536 x 1664 as 4 and 3: a product of one has 78 blocks, and while the third is worked on, 2 * 78 tiles
     are between those of the first and what waits for them.
     """
-    blocks = blocks_of(m)
+    blocks = triangle(m)
     few = 1 - (-BLOCKS_AT_ONCE // blocks)
     enough = few if n < 2 * m or m <= SMALL_ORDER else max(few, -(-ENOUGH_BLOCKS // blocks))
     parts = max(1, batch // enough)

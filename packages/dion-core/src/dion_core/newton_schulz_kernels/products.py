@@ -200,8 +200,8 @@ def _consume(
 ):  # fmt: skip
     """Multiplies rows HALF * H to HALF * H + H - 1 of every tile of this program.
 
-    It adds to them and hands them over as the product's operations say, in one piece of code for tiles of all kinds,
-    which is what takes most of the time to compile.
+    It adds to them and hands them over as the product's operations say, in one piece of code for tiles of all kinds: to
+    compile it takes long.
     """
     listing, _counters, total, _slots, m, n, _band = work
     direct, mirror, c_full, c_empty, _out_full, _out_empty = box
