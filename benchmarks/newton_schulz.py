@@ -111,8 +111,8 @@ def segments_of(rows: int, columns: int) -> iteration.Segments:
 def with_choice(matrices: Tensor, segments: iteration.Segments, choice: Choice) -> Tensor:
     """The whole of `iteration.orthogonalize`, with a given choice."""
     x = torch.empty_like(matrices, dtype=torch.float16)
-    counters = iteration.make_counters(matrices.shape, segments, device=matrices.device)
-    normalize(matrices, out=x, cleared=counters.view(-1))
+    counters = iteration.make_counters(matrices.shape, device=matrices.device)
+    normalize(matrices, out=x, cleared=counters)
     return iteration.iterate(x, counters, segments, dtype=matrices.dtype, choice=choice)
 
 

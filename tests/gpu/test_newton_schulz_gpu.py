@@ -44,8 +44,8 @@ def distance(result: Tensor, expected: Tensor) -> float:
 def with_choice(matrices: Tensor, choice: object, spare: Tensor | None = None) -> Tensor:
     segments = NewtonSchulz().kernel_segments(*matrices.shape[1:])
     x = torch.full_like(matrices, float("nan"), dtype=torch.float16)
-    counters = iteration.make_counters(matrices.shape, segments, device=matrices.device)
-    iteration.normalize(matrices, out=x, cleared=counters.view(-1))
+    counters = iteration.make_counters(matrices.shape, device=matrices.device)
+    iteration.normalize(matrices, out=x, cleared=counters)
     return iteration.iterate(x, counters, segments, dtype=matrices.dtype, choice=choice, spare=spare)
 
 

@@ -35,7 +35,9 @@ if TALL:
     rows, cols, apply = [1, TK, T], [1, TK, T * WIDE], [T, TK]
 signature = {
     "x_rows": descriptor(rows), "x_cols": descriptor(cols), "x_apply": descriptor(apply),
-    "x_next": descriptor([1, 64, T]), "out": descriptor([1, 64, T], "bf16"),
+    "x_next": descriptor([1, 64, T]),
+    "y_rows": descriptor(rows), "y_cols": descriptor(cols), "y_apply": descriptor(apply),
+    "y_next": descriptor([1, 64, T]), "out": descriptor([1, 64, T], "bf16"),
     "w_rows": descriptor([T, TK]), "w_cols": descriptor([T * WIDE, TK]), "w_add": descriptor([64, T]),
     "w_direct": descriptor([1, 64, T]), "w_mirror": descriptor([1, T, 64]), "w_corner": descriptor([1, 64, 64]),
     "listing": "*i32", "counters": "*i32", "total": "i32", "slots": "i32", "m": "i32", "n": "i32", "band": "i32",

@@ -30,14 +30,14 @@ def number(bits: int) -> float:
     return value
 
 
-def run(plan: object, x: Tensor, following: Tensor, out: Tensor, work: Tensor, *_: object) -> None:
+def run(plan: object, copies: tuple[Tensor, Tensor], out: Tensor, work: Tensor, *_: object) -> None:
     """What the kernel does with a table, in float32 and rounded where it stores."""
     table = plan.table.tolist()  # type: ignore[attr-defined]
-    tall = x.shape[1] > x.shape[2]
+    tall = out.shape[1] > out.shape[2]
     for start in range(0, table[4], listing.FIELDS):
         kind, left, right, alpha, first, last, matrix, size = table[start : start + listing.FIELDS]
         part, slots = slice(matrix, matrix + size), work[:, :size]
-        wide = x[part].float()
+        wide = copies[right][part].float() if kind != listing.Kind.SYMMETRIC else None
         if kind == listing.Kind.GRAM:
             value = wide.mT @ wide if tall else wide @ wide.mT
         elif kind == listing.Kind.SYMMETRIC:
@@ -50,8 +50,8 @@ def run(plan: object, x: Tensor, following: Tensor, out: Tensor, work: Tensor, *
             if not store:
                 value = value + number(bits) * slots[buffer].float()
             elif kind == listing.Kind.APPLY:
-                target = out if buffer == listing.RESULT else following
-                assert target.data_ptr() not in (x.data_ptr(), work[left].data_ptr())
+                target = out if buffer == listing.RESULT else copies[buffer]
+                assert target.data_ptr() not in (copies[right].data_ptr(), work[left].data_ptr())
                 target[part] = value.to(target.dtype)
             else:
                 value = value + number(bits) * torch.eye(value.shape[-1])
@@ -71,7 +71,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(iteration, "normalize_rows", normalize_rows)
     monkeypatch.setattr(iteration, "choice_for", lambda *_: choices.DEFAULT)
     yield
-    iteration._plans.cache_clear()  # a test may have changed what they are made of
+    iteration._plan.cache_clear()  # a test may have changed what they are made of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -122,14 +122,13 @@ def test_parts_of_many_matrices_change_no_bit(
     expected = orthogonalized()
     monkeypatch.setattr(listing, "BLOCKS_AT_ONCE", 1)
     assert listing.parts_of(5, *sorted((height, width))) == [3, 2]
-    iteration._plans.cache_clear()
+    iteration._plan.cache_clear()
     assert torch.equal(orthogonalized(), expected)
 
 
 def test_tables_stay_for_graphs_that_read_them() -> None:
     segments, device = NewtonSchulz().kernel_segments(8, 16), torch.device("cpu")
-    tables = [plan.table for plan in iteration._plans(segments, (1, 8, 16), choices.DEFAULT, device)]
+    table = iteration._plan(segments, (1, 8, 16), choices.DEFAULT, device).table
     for more in range(300):
-        iteration._plans(segments, (2 + more, 8, 16), choices.DEFAULT, device)
-    again = iteration._plans(segments, (1, 8, 16), choices.DEFAULT, device)
-    assert all(plan.table is table for plan, table in zip(again, tables, strict=True))
+        iteration._plan(segments, (2 + more, 8, 16), choices.DEFAULT, device)
+    assert iteration._plan(segments, (1, 8, 16), choices.DEFAULT, device).table is table

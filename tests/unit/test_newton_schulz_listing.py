@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import pytest
@@ -12,7 +13,6 @@ from torch import Tensor
 from dion_core.newton_schulz import POLAR_EXPRESS, QUINTIC, NewtonSchulz
 from dion_core.newton_schulz_kernels.listing import (
     FIELDS,
-    NEXT,
     RESULT,
     Add,
     Kind,
@@ -37,23 +37,24 @@ Segments = tuple[tuple[Coefficients, ...], ...]
 
 
 def work_through(segments: Segments, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
-    """The result of all listings; buffers hold NaN until they are written, and no product overwrites a factor."""
-    x, tall, m = rounded(x), x.shape[0] > x.shape[1], min(x.shape)
-    for number, steps in enumerate(segments):
-        last = number == len(segments) - 1
-        listing = list_products(steps, last=last)
-        buffers = [torch.full((m, m), float("nan"), dtype=x.dtype) for _ in range(listing.buffers)]
-        *products, final = listing.products
-        for product in products:
-            if product.kind == Kind.GRAM:
-                value = x.mT @ x if tall else x @ x.mT
-            else:
-                assert product.kind == Kind.SYMMETRIC
-                value = product.alpha * (buffers[product.left] @ buffers[product.right].mT)
-            operate(product, value, buffers, rounded)
-        assert (final.kind, final.operations) == (Kind.APPLY, (Store(RESULT if last else NEXT),))
-        x = rounded(x @ buffers[final.left] if tall else buffers[final.left] @ x)
-    return x
+    """The result; buffers and the other copy hold NaN until they are written, and no product overwrites a factor."""
+    tall, m, listing = x.shape[0] > x.shape[1], min(x.shape), list_products(segments)
+    copies = {0: rounded(x), 1: torch.full_like(x, float("nan"))}
+    buffers = [torch.full((m, m), float("nan"), dtype=x.dtype) for _ in range(listing.buffers)]
+    for product in listing.products:
+        if product.kind == Kind.APPLY:
+            x, q, (store,) = copies[product.right], buffers[product.left], product.operations
+            assert isinstance(store, Store)
+            assert store.target != product.right
+            copies[store.target] = rounded(x @ q if tall else q @ x)
+        elif product.kind == Kind.GRAM:
+            assert product.left == product.right
+            x = copies[product.left]
+            operate(product, x.mT @ x if tall else x @ x.mT, buffers, rounded)
+        else:
+            operate(product, product.alpha * (buffers[product.left] @ buffers[product.right].mT), buffers, rounded)
+    assert product.kind == Kind.APPLY
+    return copies[RESULT]
 
 
 def operate(product: Product, value: Tensor, buffers: list[Tensor], rounded: Callable[[Tensor], Tensor]) -> None:
@@ -87,15 +88,16 @@ def test_the_list_is_the_iteration(
 
 
 def test_how_many_products_and_buffers_there_are() -> None:
-    def counts(iteration: NewtonSchulz, shape: tuple[int, int]) -> list[tuple[int, int]]:
-        listings = [list_products(steps, last=False) for steps in iteration.kernel_segments(*shape)]
-        return [(len(listing.products), listing.buffers) for listing in listings]
+    def counts(iteration: NewtonSchulz, shape: tuple[int, int]) -> tuple[list[int], int]:
+        listing = list_products(iteration.kernel_segments(*shape))
+        ends = [0, *(n + 1 for n, product in enumerate(listing.products) if product.kind == Kind.APPLY)]
+        return [end - start for start, end in pairwise(ends)], listing.buffers
 
-    assert counts(NewtonSchulz(), (8, 9)) == [(10, 5), (6, 4)]
-    assert counts(NewtonSchulz(), (8, 8)) == [(3, 2), (6, 4), (6, 4)]
-    assert counts(NewtonSchulz(restart_after=None), (8, 9)) == [(3, 2)] * 5
+    assert counts(NewtonSchulz(), (8, 9)) == ([10, 6], 5)
+    assert counts(NewtonSchulz(), (8, 8)) == ([3, 6, 6], 4)
+    assert counts(NewtonSchulz(restart_after=None), (8, 9)) == ([3] * 5, 2)
     cubic = NewtonSchulz([(1.5, -0.5, 0.0)] * 5)  # no pairs of such
-    assert counts(cubic, (8, 9)) == [(11, 4), (7, 3)]
+    assert counts(cubic, (8, 9)) == ([11, 7], 4)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_how_many_matrices_are_worked_on_together(batch: int, m: int, n: int, pa
 
 
 def test_the_table_says_which_matrices_each_part_has() -> None:
-    listing = list_products(POLAR_EXPRESS[:1], last=True)
+    listing = list_products([POLAR_EXPRESS[:1]])
     whole, parts = listing.table([5]), listing.table([2, 2, 1])
     length = FIELDS * len(listing.products)
     rows = torch.tensor(parts[: 3 * length]).view(3, -1, FIELDS)
@@ -133,7 +135,7 @@ def test_the_table_says_which_matrices_each_part_has() -> None:
 
 
 def test_the_table_carries_the_bits_of_the_numbers() -> None:
-    numbers = torch.tensor(list_products(POLAR_EXPRESS[:1], last=True).table([1]), dtype=torch.int32)
+    numbers = torch.tensor(list_products([POLAR_EXPRESS[:1]]).table([1]), dtype=torch.int32)
     a, b, c = POLAR_EXPRESS[0]
     product = numbers[FIELDS : 2 * FIELDS]
     first, last = product[4:6].tolist()

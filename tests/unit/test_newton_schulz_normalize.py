@@ -26,10 +26,12 @@ def expected(matrices: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(2, 5, 200), (1, 1, 8), (3, 17, 64), (2, 600, 24)])
 @pytest.mark.parametrize("block", [64, 8192])
+@pytest.mark.parametrize("most_held", [0, 20])
 def test_rows_of_one_block_and_of_several(
-    shape: tuple[int, int, int], block: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int], block: int, most_held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "_BLOCK", block)
+    monkeypatch.setattr(kernels, "_MOST_HELD", most_held)
     torch.manual_seed(0)
     matrices = torch.randn(*shape)
     torch.testing.assert_close(normalized(matrices).double(), expected(matrices), rtol=2e-6, atol=1e-9)

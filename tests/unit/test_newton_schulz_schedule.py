@@ -55,7 +55,7 @@ def _sequence(out, listing, total, m, n, WIDE: tl.constexpr, TALL: tl.constexpr)
 @pytest.mark.parametrize("wide", [1, 2])
 def test_a_slot_takes_a_matrix_of_each_part_one_after_the_other(rows: int, columns: int, wide: int) -> None:
     parts, (m, n) = [3, 3, 2], sorted((rows, columns))
-    listing = list_products(NewtonSchulz().kernel_segments(rows, columns)[-1], last=True)
+    listing = list_products(NewtonSchulz().kernel_segments(rows, columns)[-1:])
     table = torch.tensor(listing.table(parts), dtype=torch.int32, device=DEVICE)
     triangular = [(row, column) for row in range(m // 128) for column in range(row // wide + 1)]
     size = (rows // 128, -(-columns // 128 // wide))

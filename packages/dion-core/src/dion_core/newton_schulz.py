@@ -316,7 +316,7 @@ def kernel_workspace(
 ) -> int:
     """Bytes that the kernels allocate for (B, R, C) matrices, of which so many copies find no room in other buffers."""
     m, n = sorted((rows, columns))
-    buffers = max(list_products(steps, last=True).buffers for steps in segments) * parts_of(batch, m, n)[0]
+    buffers = list_products(segments).buffers * parts_of(batch, m, n)[0]
     return 2 * (copies * batch * m * n + buffers * m**2) + 16 * batch * rows
 
 

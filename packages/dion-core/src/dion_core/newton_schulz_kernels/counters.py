@@ -1,11 +1,12 @@
 """How programs of one launch share out tiles and tell each other that tiles are in memory.
 
 A counter per slot says how many tiles of the products of its matrices have been stored so far. Example: two warps store
-the two halves of a tile; each waits until its own stores are in memory and adds one. A program that needs the tile
-waits until it reads a count that includes both, and its copy engine then sees what was stored.
+the two halves of a tile of two blocks; each waits until its own stores are in memory and adds one. A program that needs
+the tile waits until it reads a count that includes both, and its copy engine then sees what was stored.
 
 One more counter says which places of the sequence are taken. Within a program one warp claims the next place and
-passes it to the others through two slots of shared memory, with a barrier each for "full" and "empty".
+passes it to the others through two slots of shared memory, with a barrier each for "full" and "empty". Where the two
+consuming groups take tiles in turn, each has one of these slots.
 """
 
 from __future__ import annotations
@@ -80,21 +81,23 @@ def claimed_place(ticket):
 
 
 @gluon.jit
-def pass_place(place, places, tile):
-    """Passes the place of this program's tile number `tile` to its other warps; called by a single warp."""
-    slots, full, empty = places
+def pass_place(place, at, places, tile):
+    """Passes the place of this program's tile number `tile`, and its first slice, on; called by a single warp."""
+    slots, slices, full, empty = places
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(empty.index(tile % 2), tile // 2 & 1 ^ 1)
     slots.index(tile % 2).store(gl.full([1], place, gl.int32, LAYOUT))
+    slices.index(tile % 2).store(gl.full([1], at, gl.int32, LAYOUT))
     mbarrier.arrive(full.index(tile % 2))
 
 
 @gluon.jit
 def receive_place(places, tile, WARPS: gl.constexpr):
-    """The place of this program's tile number `tile`, once it is known; called by each of four groups of warps."""
-    slots, full, empty = places
+    """The place of this program's tile number `tile` and its first slice, once known; called by groups of warps."""
+    slots, slices, full, empty = places
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(full.index(tile % 2), tile // 2 & 1)
     place = gl.max(slots.index(tile % 2).load(LAYOUT), axis=0)
+    at = gl.max(slices.index(tile % 2).load(LAYOUT), axis=0)
     mbarrier.arrive(empty.index(tile % 2))
-    return place
+    return place, at

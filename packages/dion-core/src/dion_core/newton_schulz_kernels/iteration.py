@@ -1,6 +1,6 @@
-"""Newton-Schulz on a Hopper GPU: normalization to float16 in two launches, and the products in one for each segment.
+"""Newton-Schulz on a Hopper GPU: normalization to float16 in two launches, and all products in one.
 
-Legend: B matrices of R rows and C columns, m the shorter side and n the longer one, S segments; a slot is where a
+Legend: B matrices of R rows and C columns, m the shorter side and n the longer one; a slot is where a
 matrix of each part of the batch is worked on, one after the other.
 """
 
@@ -24,8 +24,6 @@ from dion_core.newton_schulz_kernels.normalize import normalize, normalize_rows
 from dion_core.newton_schulz_kernels.products import products_kernel
 from dion_core.step_pairs import Coefficients
 
-_ALIGNED = 4
-"""Counters in 16 bytes: the kernel is compiled once where all of a launch's counters start at a multiple of them."""
 _TMA_BYTES = 16
 """The copy engine reads and writes tensors that start at multiples of so many bytes."""
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -51,8 +49,8 @@ def orthogonalize(matrices: Tensor, segments: Segments) -> Tensor:
         segments: (a, b, c) of each step, by segment.
     """
     x = torch.empty(matrices.shape, dtype=torch.float16, device=matrices.device)
-    counters = make_counters(matrices.shape, segments, device=matrices.device)
-    normalize(matrices, out=x, cleared=counters.view(-1))
+    counters = make_counters(matrices.shape, device=matrices.device)
+    normalize(matrices, out=x, cleared=counters)
     choice = choice_for(matrices.device, *matrices.shape)
     return iterate(x, counters, segments, dtype=matrices.dtype, choice=choice)
 
@@ -71,8 +69,8 @@ def orthogonalize_rows(rows: Tensor, place: Tensor, segments: Segments, spare: T
     """
     shape = (*place.shape, rows.shape[1])
     x = _copy_of_x(shape, rows.device, spare)
-    counters = make_counters(shape, segments, device=rows.device)
-    normalize_rows(rows, place, out=x, cleared=counters.view(-1))
+    counters = make_counters(shape, device=rows.device)
+    normalize_rows(rows, place, out=x, cleared=counters)
     choice = choice_for(rows.device, *shape)
     return iterate(x, counters, segments, dtype=rows.dtype, choice=choice, spare=rows)
 
@@ -97,13 +95,13 @@ def preparations(
         return torch.empty(1, dtype=dtype, device=device).expand(shape)  # of that shape, but for its memory
 
     def compile_products() -> None:
-        plan = _plans(segments, one, choice, device)[-1]
+        plan = _plan(segments, one, choice, device)
         x, out, counters = nothing(*one), nothing(*one, dtype=_narrow(dtype)), nothing(2, dtype=torch.int32)
         with compiles_only():
-            _run(plan, x, x, out, nothing(plan.buffers, 1, m, m), counters, choice)
+            _run(plan, (x, x), out, nothing(plan.buffers, 1, m, m), counters, choice)
 
     def compile_norms() -> None:
-        counters = make_counters((batch, rows, columns), segments, device=device).view(-1)
+        counters = make_counters((batch, rows, columns), device=device)
         place = nothing(1, rows, dtype=torch.int64)
         with compiles_only():
             normalize_rows(nothing(1, columns, dtype=dtype), place, out=nothing(*one), cleared=counters)
@@ -111,11 +109,11 @@ def preparations(
     return [compile_products, compile_norms]
 
 
-def make_counters(shape: Sequence[int], segments: Segments, *, device: torch.device) -> Tensor:
-    """(S, slots and 1 or more) int32, uninitialized, for `iterate`, which needs them cleared."""
+def make_counters(shape: Sequence[int], *, device: torch.device) -> Tensor:
+    """(slots and 1,) int32, uninitialized, for `iterate`, which needs them cleared."""
     batch, rows, columns = shape
     slots = parts_of(batch, *sorted((rows, columns)))[0]
-    return torch.empty(len(segments), cdiv(slots + 1, _ALIGNED) * _ALIGNED, dtype=torch.int32, device=device)
+    return torch.empty(slots + 1, dtype=torch.int32, device=device)
 
 
 def iterate(
@@ -132,18 +130,16 @@ def iterate(
         spare: contiguous, on the same device, what may be overwritten but does not become the result.
     """
     (batch, rows, columns), device, last = x.shape, x.device, len(segments) - 1
-    (m, n), plans = sorted((rows, columns)), _plans(segments, (batch, rows, columns), choice, device)
-    buffers, slots = max(plan.buffers for plan in plans), parts_of(batch, m, n)[0]
-    work = torch.empty((buffers, slots, m, m), dtype=torch.float16, device=device)
+    m, plan = min(rows, columns), _plan(segments, (batch, rows, columns), choice, device)
+    work = torch.empty((plan.buffers, plan.slots, m, m), dtype=torch.float16, device=device)
     copies = (x, _copy_of_x(x.shape, device, spare) if last else x)
     # What the last product does not read: the other copy, if it may become the result, or a buffer of that size.
     if last % 2 or (last and spare is None):
         out = copies[(last + 1) % 2]
     else:
-        out = work[plans[-1].unread] if x.shape == work.shape[1:] and spare is not None else torch.empty_like(x)
+        out = work[plan.unread] if x.shape == work.shape[1:] and spare is not None else torch.empty_like(x)
     out = out.view(_narrow(dtype))
-    for segment, plan in enumerate(plans):
-        _run(plan, copies[segment % 2], copies[1 - segment % 2], out, work, counters[segment], choice)
+    _run(plan, copies, out, work, counters, choice)
     return out.to(dtype)
 
 
@@ -162,57 +158,52 @@ def _copy_of_x(shape: Sequence[int], device: torch.device, spare: Tensor | None)
 
 @dataclass(frozen=True)
 class _Plan:
-    """What does not change from call to call for a shape and a segment.
+    """What does not change from call to call for a shape.
 
     Attributes:
         table: the listing, on the device.
+        slots: how many matrices are worked on together.
         buffers: m x m buffers of the listing.
         unread: one of them that the last product does not read.
         total: tiles of all products.
     """
 
     table: Tensor
+    slots: int
     buffers: int
     unread: int
     total: int
 
 
 @cache  # for good: graphs in which launches were captured read the listings at their addresses
-def _plans(segments: Segments, shape: tuple[int, int, int], choice: Choice, device: torch.device) -> tuple[_Plan, ...]:
-    """For each launch what it works through; copies the listings to the device, so a first call cannot be captured."""
-    last = len(segments) - 1
-    return tuple(_plan(steps, number == last, shape, choice, device) for number, steps in enumerate(segments))
-
-
-def _plan(
-    steps: Sequence[Coefficients], last: bool, shape: tuple[int, int, int], choice: Choice, device: torch.device
-) -> _Plan:
+def _plan(segments: Segments, shape: tuple[int, int, int], choice: Choice, device: torch.device) -> _Plan:
+    """What is worked through; copies the listing to the device, so that a first call cannot be captured."""
     batch, rows, columns = shape
-    listing, parts = list_products(steps, last=last), parts_of(batch, *sorted((rows, columns)))
+    listing, parts = list_products(segments), parts_of(batch, *sorted((rows, columns)))
     table = torch.tensor(listing.table(parts), dtype=torch.int32, device=device)
     applied = sum(product.kind == Kind.APPLY for product in listing.products)
     symmetric = len(listing.products) - applied
     tiles = symmetric * triangle(min(rows, columns), choice.wide) + applied * _rectangle(rows, columns, choice.wide)
-    return _Plan(table, listing.buffers, int(listing.products[-1].left == 0), batch * tiles)
+    return _Plan(table, parts[0], listing.buffers, int(listing.products[-1].left == 0), batch * tiles)
 
 
 def _run(
-    plan: _Plan, x: Tensor, following: Tensor, out: Tensor, work: Tensor, counters: Tensor, choice: Choice
+    plan: _Plan, copies: tuple[Tensor, Tensor], out: Tensor, work: Tensor, counters: Tensor, choice: Choice
 ) -> None:
     """Works through the products of a plan.
 
     Args:
         plan: says which.
-        x: (B, R, C) float16.
-        following: (B, R, C) float16, where Q X goes unless the segment is the last.
-        out: (B, R, C), where it goes if it is; all launches are told, so that they take the same compiled kernel.
+        copies: (B, R, C) float16, X and where Q X goes, and from there on in turn.
+        out: (B, R, C), where the result goes.
         work: (buffers, slots, m, m) float16, overwritten.
-        counters: (slots + 1 or more,) int32 zeros.
+        counters: (slots + 1,) int32 zeros.
         choice: how the kernel works.
     """
+    x, other = copies
     batch, rows, columns = x.shape
     device, (m, n) = x.device, sorted((rows, columns))
-    addresses = (x.data_ptr(), following.data_ptr(), out.data_ptr(), work.data_ptr())
+    addresses = (x.data_ptr(), other.data_ptr(), out.data_ptr(), work.data_ptr())
     (buffers, slots), total = work.shape[:2], plan.total
     descriptors = _describe(addresses, (batch, rows, columns, buffers * slots), out.dtype, choice)
     launch(
@@ -241,13 +232,13 @@ def _describe(
     """How the kernel's operands lie in memory and in shared memory, in the order of its arguments.
 
     Args:
-        addresses: of x, the next x and the result, (B, R, C), and of the workspace, so many (m, m).
+        addresses: of both copies and of the result, (B, R, C), and of the workspace, so many (m, m).
         sizes: B, R, C and how many the workspace has.
         dtype: of the result.
         choice: says how large the blocks are.
     """
     batch, rows, columns, squares = sizes
-    x, following, work = (_Address(addresses[at], torch.float16) for at in (0, 1, 3))
+    *copies, work = (_Address(addresses[at], torch.float16) for at in (0, 1, 3))
     out = _Address(addresses[2], dtype)
     m, tall = min(rows, columns), rows > columns
     depth, wide, half = choice.depth, choice.wide * BLOCK, BLOCK // 2
@@ -259,12 +250,19 @@ def _describe(
     def describe(base: _Address, where: tuple[list[int], list[int]], block: list[int]) -> TensorDescriptor:
         return TensorDescriptor(base, *where, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[base.dtype]))
 
-    return Descriptors(
+    of_copies = [
         (
             describe(x, stack if tall else flat, [1, depth, BLOCK] if tall else [BLOCK, depth]),
             describe(x, stack if tall else flat, [1, depth, wide] if tall else [wide, depth]),
             describe(x, flat if tall else stack, [BLOCK, depth] if tall else [1, depth, wide]),
-            describe(following, stack, [1, half, BLOCK]),
+            describe(x, stack, [1, half, BLOCK]),
+        )
+        for x in copies
+    ]
+    return Descriptors(
+        (
+            *of_copies[0],
+            *of_copies[1],
             describe(out, stack, [1, half, BLOCK]),
             describe(work, w_flat, [BLOCK, depth]),
             describe(work, w_flat, [wide, depth]),

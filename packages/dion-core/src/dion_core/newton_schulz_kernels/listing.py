@@ -1,13 +1,13 @@
-"""The products of a segment of Newton-Schulz steps, as the list that one kernel works through.
+"""The products of all segments of Newton-Schulz steps, as the list that one kernel works through.
 
 With q = r + a I and r = b G + c G^2, a step is Q <- Q q and G <- q G q, and a segment ends with X <- Q X. The last two
 steps are one pair, whose q is a polynomial in four products (module `step_pairs`), if their coefficients allow it. The
-list holds numbers of buffers instead
-of tensors. Each buffer is m x m, for every matrix of a part of the batch.
+list holds numbers instead of tensors: of buffers, each m x m for every matrix of a part of the batch, and of the two
+copies of X, of which a segment reads one and writes the other, or the last one the result.
 
-Example: a segment of three steps, of which the last two are a pair (products 1 to 3 are step 1):
+Example: the first of several segments, of three steps, of which the last two are a pair (products 1 to 3 are step 1):
 
-    Gram        X, X -> 0          G
+    Gram        X 0, X 0 -> 0      G
     symmetric   0, 0 -> 1          r = c G G + b G
     symmetric   1, 0 -> 2          q G = r G + a G
     symmetric   2, 1 -> 0          q G q = (q G) r + a (q G), in the place of G
@@ -16,7 +16,7 @@ Example: a segment of three steps, of which the last two are a pair (products 1 
     symmetric   3, 3 -> 4, 2       A, and B, in the place of T
     symmetric   4, 2 -> 0          q of the pair, in the place of G
     symmetric   0, 1 -> 3          Q = q (of the pair) r (of step 1) + a (of step 1) q (of the pair)
-    apply       3, X -> X'         Q X
+    apply       3, X 0 -> X 1      Q X
 
 How G is updated matters. Only half of a product is computed, which makes a rounding error symmetric that in a whole
 product has an antisymmetric part, and only the symmetric part is harmful. q G q with one and the same rounded q on
@@ -37,9 +37,7 @@ from itertools import accumulate, chain
 from dion_core.step_pairs import Coefficients, StepPair, step_pair
 
 RESULT = -1
-"""Target of `APPLY` in the last segment: in the dtype of the result."""
-NEXT = 0
-"""Target of `APPLY` in the others: another copy of X."""
+"""Target of `APPLY` in the last segment, in the dtype of the result; of the others it is a copy of X."""
 BLOCK = 128
 """Side of the blocks that the kernel works out."""
 BLOCKS_AT_ONCE = 132
@@ -83,7 +81,7 @@ class Store:
 class Product:
     """Value = alpha * left right, and what is done with it, in order; the last operation is a `Store`.
 
-    A buffer that is added may be stored to afterwards, a factor may not. In the place of X stands 0.
+    A buffer that is added may be stored to afterwards, a factor may not. In the place of X stands which copy it is.
     """
 
     kind: Kind
@@ -164,18 +162,20 @@ def _bits(value: float) -> int:
     return bits
 
 
-def list_products(steps: Sequence[Coefficients], *, last: bool) -> Listing:
-    """Returns the products of one segment, which begin with its Gram matrix and end with Q X.
+def list_products(segments: Sequence[Sequence[Coefficients]]) -> Listing:
+    """Returns the products of all segments, each of which begins with its Gram matrix and ends with Q X.
 
     Args:
-        steps: (a, b, c) of each.
-        last: whether Q X is the result.
+        segments: (a, b, c) of each step, by segment.
     """
-    pool = _Pool()
-    gram = pool.take()
-    products = [Product(Kind.GRAM, 0, 0, (Store(gram),))]
-    polynomial = _list_steps(products, pool, gram, steps)
-    products.append(Product(Kind.APPLY, polynomial, 0, (Store(RESULT if last else NEXT),)))
+    pool, products = _Pool(), list[Product]()
+    for number, steps in enumerate(segments):
+        copy, gram = number % 2, pool.take()
+        products.append(Product(Kind.GRAM, copy, copy, (Store(gram),)))
+        polynomial = _list_steps(products, pool, gram, steps)
+        target = RESULT if number == len(segments) - 1 else 1 - copy
+        products.append(Product(Kind.APPLY, polynomial, copy, (Store(target),)))
+        pool.give(polynomial)
     return Listing(tuple(products), pool.size)
 
 

@@ -22,6 +22,8 @@ from torch import Tensor
 from dion_core.launching import cdiv, launch, power_of_two
 
 _BLOCK = 8192
+_HELD_BLOCK, _MOST_HELD = 1024, 20
+"""Size and highest number of the blocks of a row that is held in registers while its largest entry is looked for."""
 
 
 @triton.jit
@@ -34,7 +36,7 @@ def _power_of_two(largest):
 @triton.jit(do_not_specialize=["eighths", "num_cleared"])
 def _row_norms_kernel(
     x, place, largest, squares, cleared, eighths, num_cleared,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CLEARED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HELD: tl.constexpr, CLEARED: tl.constexpr,
 ):  # fmt: skip
     """Writes the largest absolute value of a row, and its sum of squares once scaled; the first one clears counters."""
     row = tl.program_id(0).to(tl.int64)
@@ -46,27 +48,32 @@ def _row_norms_kernel(
     columns = tl.where(source >= 0, eighths, 0) * 8
     start = x + source * (eighths * 8)
     offsets = tl.arange(0, BLOCK)
-    if BLOCKS == 1:
-        values = tl.load(start + offsets, mask=offsets < columns, other=0).to(tl.float32)
-        top = tl.max(tl.abs(values))
-        values *= _power_of_two(top)
-        total = tl.sum(values * values)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    tops = tl.zeros((BLOCK,), tl.float32)
+    if HELD:
+        held = ()
+        for block in tl.static_range(BLOCKS):
+            inside = block * BLOCK + offsets < columns
+            held = held + (tl.load(start + block * BLOCK + offsets, mask=inside, other=0),)  # type: ignore[assignment]  # noqa: RUF005
+        for block in tl.static_range(BLOCKS):
+            tops = tl.maximum(tops, tl.abs(held[block].to(tl.float32)))
+        top = tl.max(tops)
+        for block in tl.static_range(BLOCKS):
+            values = held[block].to(tl.float32) * _power_of_two(top)
+            sums += values * values
     else:
-        tops = tl.zeros((BLOCK,), tl.float32)
         for block in range(BLOCKS):
             inside = block * BLOCK + offsets < columns
             values = tl.load(start + block * BLOCK + offsets, mask=inside, other=0).to(tl.float32)
             tops = tl.maximum(tops, tl.abs(values))
         top = tl.max(tops)
-        sums = tl.zeros((BLOCK,), tl.float32)
         for block in range(BLOCKS):
             inside = block * BLOCK + offsets < columns
             values = tl.load(start + block * BLOCK + offsets, mask=inside, other=0).to(tl.float32)
             values *= _power_of_two(top)
             sums += values * values
-        total = tl.sum(sums)
     tl.store(largest + row, top)
-    tl.store(squares + row, total)
+    tl.store(squares + row, tl.sum(sums))
 
 
 @triton.jit(do_not_specialize=["rows", "eighths"])
@@ -74,8 +81,12 @@ def _normalize_kernel(
     x, place, out, largest, squares, rows, eighths,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STATS: tl.constexpr, STAT_BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes ROWS rows over the Frobenius norm of their matrix; a matrix of zeros stays one."""
-    matrix = tl.program_id(1).to(tl.int64)
+    """Writes ROWS rows over the Frobenius norm of their matrix; a matrix of zeros stays one.
+
+    From the last row to the first: what was read last may still be in the cache, and what is read next will be.
+    """
+    matrix = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     columns = eighths * 8
     at = tl.arange(0, STATS)
     tops = tl.zeros((STATS,), tl.float32)
@@ -93,7 +104,7 @@ def _normalize_kernel(
     inverse = tl.where(total == 0, 0.0, 1 / tl.sqrt(tl.where(total == 0, 1.0, total)))
     offsets = tl.arange(0, BLOCK)
     for local in range(ROWS):
-        row = tl.program_id(0) * ROWS + local
+        row = first + local
         source = tl.load(place + matrix * rows + row, mask=row < rows, other=-1)
         target = out + (matrix * rows + row) * columns
         for block in range(BLOCKS):
@@ -146,15 +157,18 @@ def normalize_rows(buffer: Tensor, place: Tensor, *, out: Tensor, cleared: Tenso
     norms = torch.empty((2, batch * rows), dtype=torch.float32, device=out.device)
     largest, squares = norms.unbind()
     num_cleared = 0 if cleared is None else len(cleared)
-    warps = 4 if block <= 2048 else 8
+    short = min(block, _HELD_BLOCK)
+    held = cdiv(columns, short) <= _MOST_HELD
+    length = short if held else block
     launch(
         _row_norms_kernel, batch * rows, out.device, buffer, place, largest, squares,
         _no_counters(out.device) if cleared is None else cleared, columns // 8, num_cleared,
-        BLOCK=block, BLOCKS=blocks, CLEARED=max(power_of_two(num_cleared), 64), warps=warps, contracted=True,
+        BLOCK=length, BLOCKS=cdiv(columns, length), HELD=held, CLEARED=max(power_of_two(num_cleared), 64),
+        warps=4 if held else 8, contracted=True,
     )  # fmt: skip
     launch(
         _normalize_kernel, cdiv(rows, own), out.device, buffer, place, out, largest, squares, rows, columns // 8,
         BLOCK=block, BLOCKS=blocks, STATS=stats, STAT_BLOCKS=cdiv(rows, stats), ROWS=own,
-        second=batch, warps=warps, contracted=True,
+        second=batch, warps=4 if block <= 2048 else 8, contracted=True,
     )  # fmt: skip
     return out

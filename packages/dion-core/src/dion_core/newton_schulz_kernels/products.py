@@ -11,13 +11,17 @@ waits for has been claimed before it, by programs that run. So no program has to
 because a collective holds its multiprocessor. Warps have fixed tasks and hand shared memory to each other:
 
     produce   claims places, loads slices of the operands, up to STAGES ahead, across tiles and products
-    consume   multiplies: two groups of four warps, each 64 of the 128 rows of a tile
+    consume   multiplies: two groups of four warps
     transfer  loads what is added, stores results, announces them: one warp for each group
 
+Of tiles of two blocks (WIDE = 2) each group has 64 of the 128 rows. Tiles of one block the groups take in turn, so that
+one multiplies while the other adds and hands over. Either way a group has two parts of 64 x 128, beside each other or
+one below the other.
+
 Example: in the sequence of `schedule`, place 7 is tile 1 of product 1 of matrix 0. It starts when counter 0 has
-reached 6: three tiles of product 0, each announced by two warps. For alpha = 2, the addition of 3 C and a store with
-1 on the diagonal, entry (5, 5) of the tile becomes 2 * (row 5 of A . row 5 of B) + 3 * C[5, 5] + 1 in float32, and is
-then rounded.
+reached 3, by the three tiles of product 0; tiles of two blocks are announced by two warps and count twice. For
+alpha = 2, the addition of 3 C and a store with 1 on the diagonal, entry (5, 5) of the tile becomes
+2 * (row 5 of A . row 5 of B) + 3 * C[5, 5] + 1 in float32, and is then rounded.
 
 Results depend neither on which program works a tile out nor on when: each tile is summed up in one order.
 
@@ -45,80 +49,63 @@ from dion_core.newton_schulz_kernels.counters import (
     pass_place,
     receive_place,
 )
+from dion_core.newton_schulz_kernels.loading import load_apply, load_gram, load_pair, make_room
 from dion_core.newton_schulz_kernels.schedule import APPLY, FIELDS, GRAM, T, find, is_narrow
-from dion_core.newton_schulz_kernels.storing import H, add_diagonal, hand_over, make_box, store_symmetric
-
-
-@gluon.jit
-def _load_turned(source, matrix, k, column, slot, ready, TK: gl.constexpr, LENGTH: gl.constexpr):
-    """Loads rows k to k + TK of LENGTH columns."""
-    target = slot._reinterpret(gl.float16, [1, TK, LENGTH], source.layout)
-    tma.async_copy_global_to_shared(source, [matrix, k, column], ready, target)
-
-
-@gluon.jit
-def _load_pair(a_source, b_source, a_at, b_at, k, a_slot, b_slot, ready, narrow):
-    """Loads TK columns from k on: rows of A, and as many of B, or if narrow one block of them by A's descriptor."""
-    tma.async_copy_global_to_shared(a_source, [a_at, k], ready, a_slot)
-    if narrow:
-        tma.async_copy_global_to_shared(a_source, [b_at, k], ready, b_slot.slice(0, T))
-    else:
-        tma.async_copy_global_to_shared(b_source, [b_at, k], ready, b_slot)
+from dion_core.newton_schulz_kernels.storing import (
+    H,
+    add_diagonal,
+    hand_over,
+    hand_over_both,
+    make_box,
+    store_both,
+    store_symmetric,
+)
 
 
 @gluon.jit
 def _produce(
-    x_rows, x_cols, x_apply, w_rows, w_cols, ring, places, work,
+    x, y, w, ring, places, work,
     WIDE: gl.constexpr, TK: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring with the slices of all tiles of this program, in order."""
     listing, counters, total, slots, m, n, _band = work
-    a_ring, b_ring, full, empty = ring
     at = 0
     product = 0
     start = 0
     before = 0
-    tile = 0
+    number = 0
     place = claimed_place(claim_place(counters + slots))
     while place < total:
-        pass_place(place, places, tile)
+        pass_place(place, at, places, number)
         ticket = claim_place(counters + slots)  # the answer is there when this tile is loaded
         product, start, before, kind, own, i, j = find(place, product, start, before, work, WIDE, TALL)
-        row = i * T
-        column = j * (T * WIDE)
-        x = gl.load(listing + product * FIELDS + 6) + own
-        a = gl.load(listing + product * FIELDS + 1) * slots + own
-        b = gl.load(listing + product * FIELDS + 2) * slots + own
+        tile = (i * T, j * (T * WIDE))
+        matrix = gl.load(listing + product * FIELDS + 6) + own
+        left = gl.load(listing + product * FIELDS + 1) * slots + own
+        right = gl.load(listing + product * FIELDS + 2)
         narrow = is_narrow(kind, i, j, WIDE, TALL)
-        await_tiles(counters + own, 2 * before)
+        await_tiles(counters + own, WIDE * before)
         for step in range(gl.cdiv(gl.where(kind == GRAM, n, m), TK)):
-            slot = at % STAGES
             k = step * TK
-            ready = full.index(slot)
-            a_slot = a_ring.index(slot)
-            b_slot = b_ring.index(slot)
-            mbarrier.wait(empty.index(slot), at // STAGES & 1 ^ 1)
-            mbarrier.expect(ready, 2 * T * TK * 2, pred=narrow)
-            mbarrier.expect(ready, (1 + WIDE) * T * TK * 2, pred=narrow == 0)
+            room = make_room(ring, at, narrow, WIDE, TK, STAGES)
             if kind == GRAM:
-                if TALL:
-                    _load_turned(x_rows, x, k, row, a_slot, ready, TK, T)
-                    _load_turned(x_cols, x, k, column, b_slot, ready, TK, T * WIDE)
+                if right == 0:
+                    load_gram(x, tile, matrix, k, m, room, narrow, WIDE, TK, TALL)
                 else:
-                    _load_pair(x_rows, x_cols, x * m + row, x * m + column, k, a_slot, b_slot, ready, narrow)
+                    load_gram(y, tile, matrix, k, m, room, narrow, WIDE, TK, TALL)
             elif kind == APPLY:
-                if TALL:  # rows of X times rows of Q, which is symmetric
-                    tma.async_copy_global_to_shared(x_apply, [x * n + row, k], ready, a_slot)
-                    tma.async_copy_global_to_shared(w_cols, [a * m + column, k], ready, b_slot)
+                if right == 0:
+                    load_apply(x, w, tile, matrix, left, k, m, n, room, WIDE, TK, TALL)
                 else:
-                    tma.async_copy_global_to_shared(w_rows, [a * m + row, k], ready, a_slot)
-                    _load_turned(x_apply, x, k, column, b_slot, ready, TK, T * WIDE)
+                    load_apply(y, w, tile, matrix, left, k, m, n, room, WIDE, TK, TALL)
             else:
-                _load_pair(w_rows, w_cols, a * m + row, b * m + column, k, a_slot, b_slot, ready, narrow)
+                load_pair(w, tile, left, right * slots + own, k, m, room, narrow)
             at += 1
         place = claimed_place(ticket)
-        tile += 1
-    pass_place(place, places, tile)
+        number += 1
+    pass_place(place, at, places, number)
+    if WIDE == 1:  # the other group waits for a place too
+        pass_place(place, at, places, number + 1)
 
 
 @gluon.jit
@@ -126,20 +113,25 @@ def _multiply(
     ring, at, steps, HALF: gl.constexpr, BLOCKS: gl.constexpr, WIDE: gl.constexpr, TK: gl.constexpr,
     A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """(H, T * BLOCKS) float32: `steps` slices from number `at` on, multiplied and summed up."""
+    """(ROWS, T * BLOCKS) float32: `steps` slices from number `at` on, multiplied and summed up.
+
+    Of one block at a time this is the whole tile, of two the half with rows HALF * H to HALF * H + H - 1.
+    """
     a_ring, b_ring, full, empty = ring
+    ROWS: gl.constexpr = T // WIDE
+    FIRST: gl.constexpr = HALF * H if WIDE == 2 else 0
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128 * BLOCKS, 16])
     A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TK, T], gl.float16)
     B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TK, T * WIDE], gl.float16)
-    acc = gl.zeros((H, T * BLOCKS), gl.float32, LAYOUT)
+    acc = gl.zeros((ROWS, T * BLOCKS), gl.float32, LAYOUT)
     for step in range(steps):
         slot = at % STAGES
         mbarrier.wait(full.index(slot), at // STAGES & 1)
         if A_TURNED:
-            a = a_ring.index(slot)._reinterpret(gl.float16, [TK, T], A_LAYOUT).slice(HALF * H, H, dim=1)
+            a = a_ring.index(slot)._reinterpret(gl.float16, [TK, T], A_LAYOUT).slice(FIRST, ROWS, dim=1)
             a = a.permute([1, 0])
         else:
-            a = a_ring.index(slot).slice(HALF * H, H)
+            a = a_ring.index(slot).slice(FIRST, ROWS)
         if B_TURNED:
             b = b_ring.index(slot)._reinterpret(gl.float16, [TK, T * WIDE], B_LAYOUT)
         else:
@@ -180,17 +172,17 @@ def _work_out(
     ring, at, steps, alpha, HALF: gl.constexpr, BLOCKS: gl.constexpr, WIDE: gl.constexpr, TK: gl.constexpr,
     A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Left and right block of H rows of a tile of BLOCKS blocks, times alpha; of one block, that block twice."""
+    """Both (H, T) parts of what a group has of a tile, times alpha; of a tile with one part, that part twice."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     acc = _scale(_multiply(ring, at, steps, HALF, BLOCKS, WIDE, TK, A_TURNED, B_TURNED, STAGES), alpha)
-    if BLOCKS == 1:
-        left = gl.convert_layout(acc, LAYOUT)
-        right = left
+    if WIDE == 1:
+        first, second = acc.reshape([2, H, T]).permute([1, 2, 0]).split()
+    elif BLOCKS == 1:
+        first = acc
+        second = acc
     else:
-        left, right = acc.reshape([H, 2, T]).permute([0, 2, 1]).split()
-        left = gl.convert_layout(left, LAYOUT)
-        right = gl.convert_layout(right, LAYOUT)
-    return left, right
+        first, second = acc.reshape([H, 2, T]).permute([0, 2, 1]).split()
+    return gl.convert_layout(first, LAYOUT), gl.convert_layout(second, LAYOUT)
 
 
 @gluon.jit
@@ -198,7 +190,7 @@ def _consume(
     w_add, out, ring, box, places, work, HALF: gl.constexpr,
     WIDE: gl.constexpr, TK: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies rows HALF * H to HALF * H + H - 1 of every tile of this program.
+    """Works out group HALF's part of every tile of this program, or every other tile.
 
     It adds to them and hands them over as the product's operations say, in one piece of code for tiles of all kinds: to
     compile it takes long.
@@ -206,18 +198,19 @@ def _consume(
     listing, _counters, total, _slots, m, n, _band = work
     direct, mirror, c_full, c_empty, _out_full, _out_empty = box
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    at = 0
     number = 0
     added = 0
     product = 0
     start = 0
     before = 0
-    tile = 0
-    place = receive_place(places, tile, 4)
+    tile = HALF * (2 - WIDE)
+    place, at = receive_place(places, tile, 4)
     while place < total:
         product, start, before, kind, _, i, j = find(place, product, start, before, work, WIDE, TALL)
         steps = gl.cdiv(gl.where(kind == GRAM, n, m), TK)
         alpha = gl.load(listing + product * FIELDS + 3).to(gl.float32, bitcast=True)
+        first = gl.load(listing + product * FIELDS + 4)
+        last = gl.load(listing + product * FIELDS + 5)
         # Each case ends with `_scale`: where accumulators of two cases met, the compiler would make every product wait
         # for the one before. So it would if two cases were the same code, which it joins.
         if TALL and kind == GRAM:
@@ -228,36 +221,38 @@ def _consume(
             left, right = _work_out(ring, at, steps, alpha, HALF, 1, WIDE, TK, False, False, STAGES)
         else:
             left, right = _work_out(ring, at, steps, alpha, HALF, WIDE, WIDE, TK, False, False, STAGES)
-        at += steps
-        first = gl.load(listing + product * FIELDS + 4)
-        for operation in range(first, gl.load(listing + product * FIELDS + 5), 4):
+        for operation in range(first, last, 4):
             target = gl.load(listing + operation)
             factor = gl.load(listing + operation + 1).to(gl.float32, bitcast=True)
             if gl.load(listing + operation + 2) == 0:
                 mbarrier.wait(c_full, added & 1)
                 added += 1
                 left = _add(left, factor, direct.reshape([H, T]).load(LAYOUT))
-                if WIDE == 2:  # of a narrow tile, something that nobody asks for
-                    right = _add(right, factor, mirror._reinterpret(gl.float16, [H, T], w_add.layout).load(LAYOUT))
+                # Of a narrow tile, something that nobody asks for.
+                right = _add(right, factor, mirror._reinterpret(gl.float16, [H, T], w_add.layout).load(LAYOUT))
                 fence_async_shared()
                 mbarrier.arrive(c_empty)
+            elif kind == APPLY:
+                hand_over_both(left, right, out, box, number, target)
+                number += 1
             else:
-                if (kind != APPLY) & (i // WIDE == j):
-                    left = add_diagonal(left, factor, i * T + HALF * H, j * (T * WIDE))
-                    if WIDE == 2:
-                        right = add_diagonal(right, factor, i * T + HALF * H, j * (T * WIDE) + T)
-                for part in gl.static_range(WIDE):
-                    block = j * WIDE + part
-                    if (kind == APPLY) | (block <= i):
-                        hand_over(right if part else left, out, box, number, kind, target, i == block, HALF)
+                for part in gl.static_range(2):
+                    block = j * WIDE + part * (WIDE - 1)
+                    if block == i:
+                        if part:
+                            right = add_diagonal(right, factor, HALF if WIDE == 2 else part)
+                        else:
+                            left = add_diagonal(left, factor, HALF if WIDE == 2 else part)
+                    if block <= i:
+                        hand_over(right if part else left, box, number, block == i, HALF if WIDE == 2 else part)
                         number += 1
-        tile += 1
-        place = receive_place(places, tile, 4)
+        tile += 3 - WIDE
+        place, at = receive_place(places, tile, 4)
 
 
 @gluon.jit
 def _transfer(
-    w_add, w_direct, w_mirror, w_corner, x_next, out, box, places, work,
+    w_add, w_direct, w_mirror, w_corner, x_next, y_next, out, box, places, work,
     HALF: gl.constexpr, WIDE: gl.constexpr, TALL: gl.constexpr,
 ):  # fmt: skip
     """Loads C for, stores and announces the blocks of one consuming group."""
@@ -268,53 +263,63 @@ def _transfer(
     product = 0
     start = 0
     before = 0
-    tile = 0
-    place = receive_place(places, tile, 1)
+    tile = HALF * (2 - WIDE)
+    place, _ = receive_place(places, tile, 1)
     while place < total:
         product, start, before, kind, own, i, j = find(place, product, start, before, work, WIDE, TALL)
-        row = i * T + HALF * H
-        x = gl.load(listing + product * FIELDS + 6) + own
-        await_tiles(counters + own, 2 * before)  # what is added is there
+        in_batch = gl.load(listing + product * FIELDS + 6) + own
+        await_tiles(counters + own, WIDE * before)  # what is added is there
+        row = i * T + (HALF * H if WIDE == 2 else 0)
+        column = j * (T * WIDE)
+        next_row = row + H * (2 - WIDE)
+        next_column = column + T * (WIDE - 1)
         first = gl.load(listing + product * FIELDS + 4)
         for operation in range(first, gl.load(listing + product * FIELDS + 5), 4):
             target = gl.load(listing + operation)
+            matrix = target * slots + own
             if gl.load(listing + operation + 2) == 0:
                 mbarrier.wait(c_empty, added & 1 ^ 1)
                 added += 1
                 narrow = is_narrow(kind, i, j, WIDE, TALL)
-                c_row = (target * slots + own) * m + row
                 mbarrier.expect(c_full, H * T * 2, pred=narrow)
-                mbarrier.expect(c_full, H * T * 2 * WIDE, pred=narrow == 0)
-                tma.async_copy_global_to_shared(w_add, [c_row, j * (T * WIDE)], c_full, direct.reshape([H, T]))
-                if WIDE == 2:
-                    right = mirror._reinterpret(gl.float16, [H, T], w_add.layout)
-                    tma.async_copy_global_to_shared(w_add, [c_row, j * (T * WIDE) + T], c_full, right, pred=narrow == 0)
+                mbarrier.expect(c_full, 2 * H * T * 2, pred=narrow == 0)
+                tma.async_copy_global_to_shared(w_add, [matrix * m + row, column], c_full, direct.reshape([H, T]))
+                second = mirror._reinterpret(gl.float16, [H, T], w_add.layout)
+                tma.async_copy_global_to_shared(
+                    w_add, [matrix * m + next_row, next_column], c_full, second, pred=narrow == 0
+                )
+            elif kind == APPLY:
+                mbarrier.wait(out_full, number & 1)
+                if target < 0:
+                    store_both(out, direct, mirror, in_batch, row, column, next_row, next_column)
+                elif target == 0:
+                    store_both(x_next, direct, mirror, in_batch, row, column, next_row, next_column)
+                else:
+                    store_both(y_next, direct, mirror, in_batch, row, column, next_row, next_column)
+                tma.store_wait(0)
+                mbarrier.arrive(out_empty)
+                number += 1
             else:
-                for part in gl.static_range(WIDE):
-                    block = j * WIDE + part
-                    if (kind == APPLY) | (block <= i):
+                for part in gl.static_range(2):
+                    block = j * WIDE + part * (WIDE - 1)
+                    if block <= i:
                         mbarrier.wait(out_full, number & 1)
-                        if kind != APPLY:
-                            store_symmetric(
-                                w_direct, w_mirror, w_corner, direct, mirror, target * slots + own, i, block, HALF
-                            )
-                        elif target < 0:
-                            result = direct._reinterpret(out.dtype, [1, H, T], out.layout)
-                            tma.async_copy_shared_to_global(out, [x, row, block * T], result)
-                        else:
-                            tma.async_copy_shared_to_global(x_next, [x, row, block * T], direct)
+                        store_symmetric(
+                            w_direct, w_mirror, w_corner, direct, mirror, matrix, i, block, HALF if WIDE == 2 else part
+                        )
                         tma.store_wait(0)
                         mbarrier.arrive(out_empty)
                         number += 1
         announce_tile(counters + own)
-        tile += 1
-        place = receive_place(places, tile, 1)
+        tile += 3 - WIDE
+        place, _ = receive_place(places, tile, 1)
 
 
 # Nothing is compiled anew for a size that happens to be 1 or a multiple of 16.
 @gluon.jit(do_not_specialize=["total", "slots", "m", "n", "band"])
 def products_kernel(
-    x_rows, x_cols, x_apply, x_next, out, w_rows, w_cols, w_add, w_direct, w_mirror, w_corner, listing, counters,
+    x_rows, x_cols, x_apply, x_next, y_rows, y_cols, y_apply, y_next, out,
+    w_rows, w_cols, w_add, w_direct, w_mirror, w_corner, listing, counters,
     total, slots, m, n, band,
     WIDE: gl.constexpr, TK: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -328,28 +333,31 @@ def products_kernel(
     box_barriers = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
+        mbarrier.init(empty.index(slot), count=WIDE)
     for number in gl.static_range(8):
         mbarrier.init(box_barriers.index(number), count=1)
     next_place = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    next_slice = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     place_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     place_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for number in gl.static_range(2):
         mbarrier.init(place_full.index(number), count=1)
-        mbarrier.init(place_empty.index(number), count=4)
+        mbarrier.init(place_empty.index(number), count=2 * WIDE)
     fence_async_shared()
-    places = (next_place, place_full, place_empty)
+    places = (next_place, next_slice, place_full, place_empty)
     ring = (a_ring, b_ring, full, empty)
     box_0 = make_box(direct, mirror, box_barriers, 0)
     box_1 = make_box(direct, mirror, box_barriers, 1)
+    x = (x_rows, x_cols, x_apply)
+    y = (y_rows, y_cols, y_apply)
     work = (listing, counters, total, slots, m, n, band)
     gl.warp_specialize(
         [
             (_consume, (w_add, out, ring, box_0, places, work, 0, WIDE, TK, TALL, STAGES)),
             (_consume, (w_add, out, ring, box_1, places, work, 1, WIDE, TK, TALL, STAGES)),
-            (_produce, (x_rows, x_cols, x_apply, w_rows, w_cols, ring, places, work, WIDE, TK, TALL, STAGES)),
-            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_next, out, box_0, places, work, 0, WIDE, TALL)),
-            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_next, out, box_1, places, work, 1, WIDE, TALL)),
+            (_produce, (x, y, (w_rows, w_cols), ring, places, work, WIDE, TK, TALL, STAGES)),
+            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_next, y_next, out, box_0, places, work, 0, WIDE, TALL)),
+            (_transfer, (w_add, w_direct, w_mirror, w_corner, x_next, y_next, out, box_1, places, work, 1, WIDE, TALL)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

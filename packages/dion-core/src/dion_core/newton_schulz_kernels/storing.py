@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from dion_core.newton_schulz_kernels.schedule import APPLY, T
+from dion_core.newton_schulz_kernels.schedule import T
 
 H = gl.constexpr(64)
 
@@ -42,29 +42,40 @@ def _make_symmetric(direct, mirror, HALF: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(value, out, box, number, kind, target, on_diagonal, HALF: gl.constexpr):
-    """Gives an (H, T) block to the transferring warp: as it is and transposed, or in the dtype of the result."""
+def hand_over(value, box, number, on_diagonal, HALF: gl.constexpr):
+    """Gives an (H, T) block to the transferring warp, as it is and transposed."""
     direct, mirror, _c_full, _c_empty, out_full, out_empty = box
     mbarrier.wait(out_empty, number & 1 ^ 1)
-    if (kind == APPLY) & (target < 0):
-        direct._reinterpret(out.dtype, [1, H, T], out.layout).reshape([H, T]).store(value.to(out.dtype))
-    else:
-        rounded = value.to(gl.float16)
-        direct.reshape([H, T]).store(rounded)
-        if kind != APPLY:
-            mirror.reshape([T, H]).permute([1, 0]).store(rounded)
-            if on_diagonal:
-                _make_symmetric(direct, mirror, HALF)
+    rounded = value.to(gl.float16)
+    direct.reshape([H, T]).store(rounded)
+    mirror.reshape([T, H]).permute([1, 0]).store(rounded)
+    if on_diagonal:
+        _make_symmetric(direct, mirror, HALF)
     fence_async_shared()
     mbarrier.arrive(out_full)
 
 
 @gluon.jit
-def add_diagonal(value, gamma, row, column):
-    """`value` plus gamma where row and column are the same."""
+def hand_over_both(left, right, out, box, number, target):
+    """Gives two (H, T) blocks to the transferring warp, in the dtype of the result if the target is that."""
+    direct, mirror, _c_full, _c_empty, out_full, out_empty = box
+    mbarrier.wait(out_empty, number & 1 ^ 1)
+    if target < 0:
+        direct._reinterpret(out.dtype, [1, H, T], out.layout).reshape([H, T]).store(left.to(out.dtype))
+        mirror._reinterpret(out.dtype, [1, H, T], out.layout).reshape([H, T]).store(right.to(out.dtype))
+    else:
+        direct.reshape([H, T]).store(left.to(gl.float16))
+        mirror._reinterpret(gl.float16, [1, H, T], direct.layout).reshape([H, T]).store(right.to(gl.float16))
+    fence_async_shared()
+    mbarrier.arrive(out_full)
+
+
+@gluon.jit
+def add_diagonal(value, gamma, HALF: gl.constexpr):
+    """`value`, half of a block on the diagonal, plus gamma on it."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    i = row + gl.arange(0, H, layout=gl.SliceLayout(1, LAYOUT))
-    j = column + gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
+    i = HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, LAYOUT))
+    j = gl.arange(0, T, layout=gl.SliceLayout(0, LAYOUT))
     return gl.where(i[:, None] == j[None, :], value + gamma, value)
 
 
@@ -82,3 +93,12 @@ def store_symmetric(w_direct, w_mirror, w_corner, direct, mirror, matrix, i, blo
         tma.async_copy_shared_to_global(w_direct, [matrix, row, block * T], direct)
         corner = mirror._reinterpret(gl.float16, [1, H, H], w_corner.layout)  # the upper half
         tma.async_copy_shared_to_global(w_corner, [matrix, block * T, row], corner)
+
+
+@gluon.jit
+def store_both(target, direct, mirror, matrix, row, column, next_row, next_column):
+    """Stores what `hand_over_both` gave: two (H, T) blocks, each at a row and a column of a matrix."""
+    first = direct._reinterpret(target.dtype, [1, H, T], target.layout)
+    tma.async_copy_shared_to_global(target, [matrix, row, column], first)
+    second = mirror._reinterpret(target.dtype, [1, H, T], target.layout)
+    tma.async_copy_shared_to_global(target, [matrix, next_row, next_column], second)

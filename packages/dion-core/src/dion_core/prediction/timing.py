@@ -70,7 +70,7 @@ class Times:
 def newton_schulz_flops(rows: int, columns: int) -> float:
     """FLOPs of Newton-Schulz on one matrix as the kernels work it out, symmetric products at half cost."""
     segments = NewtonSchulz().kernel_segments(rows, columns)
-    return float(sum(list_products(steps, last=True).flops(*sorted((rows, columns))) for steps in segments))
+    return float(list_products(segments).flops(*sorted((rows, columns))))
 
 
 def accumulate_bytes(work: BucketWork) -> float:
