@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ MOVES, COMPARISONS = 300, 10**6
 """So many are tried, and fewer of many buffers: some hundredths of a second, once for all steps that are alike."""
 SMALLEST_MOVED = 100
 """A buffer of less than this part of the memory is not moved."""
+GAPS = 100
+"""An order of an earlier step is taken where gaps are no more than this part of the memory."""
 
 
 class Region(NamedTuple):
@@ -49,16 +51,32 @@ class Use(NamedTuple):
     end: int
 
 
-def arranged(uses: Sequence[Use]) -> tuple[list[int], int]:
-    """Where each buffer starts, so that none overlaps another that is in use at the same time; and bytes in all.
+class Arrangement(NamedTuple):
+    """Where each buffer starts, bytes in all, and in which order the buffers were placed."""
+
+    starts: list[int]
+    num_bytes: int
+    order: list[int]
+
+
+def arranged(uses: Sequence[Use], before: Sequence[int] = ()) -> Arrangement:
+    """Places all buffers so that none overlaps another that is in use at the same time.
 
     Each as low as it goes, in the best of a few orders: the largest first, or those that are used longest, or those
     that are there when most memory is needed, as they come or the last one first, and then those that are used longest;
     or an order that is found by moves (`_found`).
+
+    Args:
+        uses: of all buffers.
+        before: the order for an earlier step, which is taken at once if it fits this one too.
     """
     times = sorted({use.first for use in uses})
     needed = {time: sum(use.num_bytes for use in uses if use.first <= time < use.end) for time in times}
     fullest = max(times, key=needed.__getitem__, default=0)
+    if before and len(before) == len(uses):
+        same = _placed(uses, before)
+        if same.num_bytes <= needed[fullest] * (1 + 1 / GAPS):
+            return same
 
     def is_other(use: Use) -> bool:
         return not use.first <= fullest < use.end
@@ -75,7 +93,7 @@ def arranged(uses: Sequence[Use]) -> tuple[list[int], int]:
     ordered = [sorted(numbers, key=lambda number: key(uses[number])) for key in orders]
     _, _, longest_used, *_ = ordered
     ordered.append(_found(uses, longest_used, needed.get(fullest, 0)))
-    return min((_placed(uses, order) for order in ordered), key=itemgetter(1))
+    return min((_placed(uses, order) for order in ordered), key=attrgetter("num_bytes"))
 
 
 def _found(uses: Sequence[Use], order: Sequence[int], needed: int) -> list[int]:
@@ -88,20 +106,20 @@ def _found(uses: Sequence[Use], order: Sequence[int], needed: int) -> list[int]:
     """
     large = [number for number in order if SMALLEST_MOVED * uses[number].num_bytes >= needed]
     small = [number for number in order if SMALLEST_MOVED * uses[number].num_bytes < needed]
-    chance, (_, fewest) = random.Random(0), _placed(uses, large)  # the same at every call
+    chance, fewest = random.Random(0), _placed(uses, large).num_bytes  # the same at every call
     for _ in range(min(MOVES, COMPARISONS // max(len(large), 1) ** 2)):
         if fewest <= needed + ALIGNMENT * len(large):
             break
         moved = list(large)
         moved.insert(chance.randrange(len(large)), moved.pop(chance.randrange(len(large))))
-        _, num_bytes = _placed(uses, moved)
+        num_bytes = _placed(uses, moved).num_bytes
         if num_bytes <= fewest:
             large, fewest = moved, num_bytes
     return [*large, *small]
 
 
-def _placed(uses: Sequence[Use], order: Sequence[int]) -> tuple[list[int], int]:
-    """As `arranged`, in one order."""
+def _placed(uses: Sequence[Use], order: Sequence[int]) -> Arrangement:
+    """As `arranged`, in one order, which may leave some out."""
     starts, placed = [0] * len(uses), list[int]()
     for number in order:
         use, start = uses[number], 0
@@ -112,7 +130,8 @@ def _placed(uses: Sequence[Use], order: Sequence[int]) -> tuple[list[int], int]:
             start = max(start, _aligned(starts[other] + uses[other].num_bytes))
         starts[number] = start
         placed.append(number)
-    return starts, max((_aligned(start + use.num_bytes) for start, use in zip(starts, uses, strict=True)), default=0)
+    num_bytes = max((_aligned(start + use.num_bytes) for start, use in zip(starts, uses, strict=True)), default=0)
+    return Arrangement(starts, num_bytes, list(order))
 
 
 def _aligned(num_bytes: int) -> int:

@@ -69,11 +69,14 @@ class _Memory:
                 return number, address - start
         return None
 
-    def block(self, device: torch.device) -> Block:
-        """A block for all buffers but those that are still in use, after the step; these stay what they are."""
+    def block(self, device: torch.device, order: list[int]) -> Block:
+        """A block for all buffers but those that are still in use, after the step; these stay what they are.
+
+        The order is that for an earlier step, and becomes that for this one.
+        """
         self._look()
         uses = {number: Use(self._sizes[number], number, end) for number, end in self._ends.items()}
-        starts, num_bytes = arranged(list(uses.values()))
+        starts, num_bytes, order[:] = arranged(list(uses.values()), order)
         others = {n: torch.UntypedStorage._new_with_weak_ptr(self._storages[n].cdata) for n in self._live.values()}
         return Block(num_bytes, dict(zip(uses, starts, strict=True)), others, device)
 
@@ -107,14 +110,15 @@ class Recording(TorchDispatchMode):
     Args:
         device: of the step.
         foreign: addresses of storages that may be others in the next step, which nothing that is recorded may keep.
+        order: in which buffers of an earlier step were placed, if there was one; becomes the order for this one.
     """
 
-    def __init__(self, device: torch.device, foreign: Iterable[int]) -> None:
+    def __init__(self, device: torch.device, foreign: Iterable[int], order: list[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[Entry] = []
         self.reason = ""
         """Why the step cannot be recorded; empty if it can."""
-        self._device, self._foreign = device, frozenset(foreign)
+        self._device, self._foreign, self._order = device, frozenset(foreign), order
         self._memory, self._num_messages, self._paused = _Memory(), 0, False
         self._constants: list[StorageWeakRef] = []
 
@@ -125,7 +129,7 @@ class Recording(TorchDispatchMode):
         if self.reason:
             return None
         try:
-            return Tape(self.entries, self._memory.block(self._device))
+            return Tape(self.entries, self._memory.block(self._device, self._order))
         except torch.OutOfMemoryError as error:  # the work is done all the same
             self.refuse(f"there is no room for its memory in one block: {error}")
         except DriverError as error:

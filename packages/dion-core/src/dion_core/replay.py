@@ -33,6 +33,8 @@ class StepReplay:
         self._device = device
         self._form: Hashable = None
         self._tape: Tape | None = None
+        self._order: list[int] = []
+        """In which buffers were placed when a step was written down last."""
         self._replayed, self._reason = False, ""
 
     def run(
@@ -71,7 +73,7 @@ class StepReplay:
             elif self._reason or not lasting or in_inference_mode:
                 work()
             else:
-                recording = Recording(self._device, foreign())
+                recording = Recording(self._device, foreign(), self._order)
                 self._tape = recording.record(work)
                 self._refuse(recording.reason)
 
