@@ -39,7 +39,7 @@ def await_tiles(counter, target):
 def announce_tile(counter):
     """Adds one to `counter` once all stores of this warp are in memory, not only read from shared memory."""
     one = gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; fence.acq_rel.gpu; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
+        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
         "=r,r",
         [1],
         dtype=gl.int32,
