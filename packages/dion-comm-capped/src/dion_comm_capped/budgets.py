@@ -101,8 +101,7 @@ class LearnedBudgets:
             needed: (pairs,) int64 on the CPU, bucket after bucket.
             clear: false if they are those of a step without gradient, and budgets had better not start by them.
         """
-        counts = needed.tolist()  # a few hundred numbers, of which Python takes sums sooner than torch
-        total = sum(counts)
+        total = int(needed.sum())
         if not total:  # a step that was skipped tells nothing
             return False
         if not self.started and not clear and self._unclear < PATIENCE:
@@ -114,7 +113,7 @@ class LearnedBudgets:
             return True
         self._age += 1
         self._unsettled = max(self._unsettled - 1, 0)
-        refused = sum(count - budget for count, budget in zip(counts, self.budgets, strict=True) if count > budget)
+        refused = _refused(needed, self._budgets)
         jump = refused > JUMP * total + SCATTER * math.sqrt(total)
         if not jump and self._age < self._due:
             return False

@@ -147,6 +147,7 @@ class CappedSession(Session):
         self._stretched = False
         self.host_reads = 1 if options.on_overflow == "varlen" and self._pooled else 0
         self._copies: deque[_Copy] = deque()
+        self._spare: _Copy | None = None
         self._needed: Tensor | None = None
         if options.capacity != "learned":
             self._apply(self._budgets)
@@ -178,9 +179,11 @@ class CappedSession(Session):
     def end(self) -> None:
         if self._needed is None:
             return
-        self._copies.append(_Copy(self._needed))
+        copy, self._spare = self._spare or _Copy(self._needed), None
+        copy.start(self._needed)
+        self._copies.append(copy)
         if len(self._copies) == DELAY:
-            copy = self._copies.popleft()
+            self._spare = copy = self._copies.popleft()
             self.host_waits += not copy.arrived
             if self._learned.observe(copy.values()):
                 self._apply(self._learned.budgets)
@@ -197,7 +200,11 @@ class CappedSession(Session):
         if self._options.capacity != "learned" or state_dict.get("pairs") != self._shapes:
             return
         self._learned.load_state_dict(state_dict["learned"])
-        self._copies = deque(_Copy(torch.tensor(counts)) for counts in state_dict["pending"])
+        self._copies, self._spare = deque(), None
+        for counts in state_dict["pending"]:
+            on_device = torch.tensor(counts, device=self._pooled[0].bucket.device)
+            self._copies.append(_Copy(on_device))
+            self._copies[-1].start(on_device)
         if self._learned.started:
             self._apply(self._learned.budgets)
 
@@ -245,15 +252,20 @@ class CappedSession(Session):
 
 
 class _Copy:
-    """Counts on their way to the host."""
+    """Counts on their way to the host, where there is room for them.
 
-    def __init__(self, counts: Tensor) -> None:
+    Args:
+        like: such counts.
+    """
+
+    def __init__(self, like: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._host = counts
-        if counts.is_cuda:
-            self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-            self._host.copy_(counts, non_blocking=True)
-            self._event = recorded_event()
+        self._host = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+    def start(self, counts: Tensor) -> None:
+        """Sends counts on their way; those of before are no longer needed."""
+        self._host.copy_(counts, non_blocking=counts.is_cuda)
+        self._event = recorded_event() if counts.is_cuda else None
 
     @property
     def arrived(self) -> bool:
@@ -264,7 +276,7 @@ class _Copy:
         """The counts on the host; waits where they are still on their way."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host
+        return self._host.clone()
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ def step_matrices(
         others: what else is to overlap with the messages of the buckets; started before them.
     """
     of_buckets = operands[: len(plan.buckets)]
-    active = plan.active(presence)
     scores = [
         accumulate_(
             each.momentum,
@@ -56,6 +55,7 @@ def step_matrices(
         )
         for bucket, each in zip(plan.buckets, of_buckets, strict=True)
     ]
+    active = plan.active(presence)  # which waits for the other ranks: by now the device has work
     known = _gather_scores(plan, scores)
     selections = [
         bucket.selector.select(score, bucket.tables, of_bucket)
