@@ -106,7 +106,7 @@ def double(source: Tensor, target: Tensor, number: int, descriptors: tuple[Any, 
 
 
 def recorded(work: Callable[[], None], foreign: tuple[Tensor, ...] = ()) -> tuple[Tape | None, str]:
-    recording = Recording(CPU, [each.untyped_storage().data_ptr() for each in foreign], [])
+    recording = Recording(CPU, [each.untyped_storage().data_ptr() for each in foreign])
     return recording.record(work), recording.reason
 
 

@@ -164,6 +164,16 @@ def test_a_matrix_of_a_part_gets_the_bits_of_one_alone(shape: tuple[int, int, in
         assert torch.equal(whole[number], with_choice(matrices[number : number + 1], choice)[0])
 
 
+@pytest.mark.parametrize("choice", [WIDE, SINGLE], ids=str)
+@pytest.mark.parametrize("order", [136, 200, 264, 320])
+def test_tiles_of_few_slices_take_none_before_it_has_arrived(order: int, choice: object) -> None:
+    """Three to five slices, as many as there is room for or fewer; and many tiles one after the other."""
+    matrices = torch.randn(40, order, 2560, device="cuda").bfloat16()
+    expected = torch.cat([with_choice(matrix[None], choice) for matrix in matrices])
+    for _ in range(20):
+        assert torch.equal(with_choice(matrices, choice), expected)
+
+
 def test_many_matrices_are_worked_on_in_parts() -> None:
     matrices = torch.randn(25, 1536, 1664, device="cuda").bfloat16()
     whole, peaks = with_choice(matrices, WIDE), []

@@ -350,3 +350,19 @@ def test_a_pair_that_needs_nothing_keeps_a_row() -> None:
         learned.observe(torch.tensor([16, 0, 0]))
     assert learned.budgets[1] >= 1
     assert learned.budgets[0] >= 16
+
+
+def test_counts_on_their_way_are_not_overwritten_by_later_ones() -> None:
+    """Room for counts is used again; what budgets look back on is what each step needed."""
+    session = CappedSession([bucket_for(chunk_holders(4, 1024, 2), 2, [0, 1, 1, 0], 256)], Capped())
+    capacities(session, torch.tensor([[100, 156, 120, 140], [156, 100, 136, 116]]))
+    given = [*session.state_dict()["pending"], *([250 + step, 262, 256, 256 - step] for step in range(4 * DELAY))]
+    first = session.state_dict()["learned"]["window"]
+    for counts in given:
+        session._needed = torch.tensor(counts)
+        session.end()
+    state = session.state_dict()
+    assert state["pending"] == given[1 - DELAY :]
+    seen = state["learned"]["window"]
+    assert len(seen) > 2 * DELAY
+    assert seen == [*first, *given[: 1 - DELAY]][-len(seen) :]

@@ -179,7 +179,7 @@ class CappedSession(Session):
     def end(self) -> None:
         if self._needed is None:
             return
-        copy, self._spare = self._spare or _Copy(self._needed), None
+        copy, self._spare = self._spare or _Copy(self._needed, pinned=self._needed.is_cuda), None
         copy.start(self._needed)
         self._copies.append(copy)
         if len(self._copies) == DELAY:
@@ -200,11 +200,10 @@ class CappedSession(Session):
         if self._options.capacity != "learned" or state_dict.get("pairs") != self._shapes:
             return
         self._learned.load_state_dict(state_dict["learned"])
-        self._copies, self._spare = deque(), None
-        for counts in state_dict["pending"]:
-            on_device = torch.tensor(counts, device=self._pooled[0].bucket.device)
-            self._copies.append(_Copy(on_device))
-            self._copies[-1].start(on_device)
+        self._copies = deque()
+        for counts in map(torch.tensor, state_dict["pending"]):
+            self._copies.append(_Copy(counts, pinned=self._pooled[0].bucket.device.type == "cuda"))
+            self._copies[-1].start(counts)
         if self._learned.started:
             self._apply(self._learned.budgets)
 
@@ -256,16 +255,17 @@ class _Copy:
 
     Args:
         like: such counts.
+        pinned: whether they come from a GPU.
     """
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, *, pinned: bool) -> None:
         self._event: torch.cuda.Event | None = None
-        self._host = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        self._host = torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
 
     def start(self, counts: Tensor) -> None:
         """Sends counts on their way; those of before are no longer needed."""
         self._host.copy_(counts, non_blocking=counts.is_cuda)
-        self._event = recorded_event() if counts.is_cuda else None
+        self._event = recorded_event(counts.device.index) if counts.is_cuda else None
 
     @property
     def arrived(self) -> bool:

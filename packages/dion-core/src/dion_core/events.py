@@ -7,10 +7,15 @@ from functools import lru_cache
 import torch
 
 
-def recorded_event() -> torch.cuda.Event:
-    """An event that is over once the current stream has done all that it was given so far."""
+def recorded_event(index: int | None = None) -> torch.cuda.Event:
+    """An event that is over once the current stream has done all that it was given so far.
+
+    Args:
+        index: of the GPU; None for the current one.
+    """
     event = torch.cuda.Event()
-    event.record(_stream(*torch._C._cuda_getCurrentStream(torch.cuda.current_device())))
+    on_device = torch.cuda.current_device() if index is None else index
+    event.record(_stream(*torch._C._cuda_getCurrentStream(on_device)))
     return event
 
 

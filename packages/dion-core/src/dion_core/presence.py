@@ -24,7 +24,7 @@ def _flags(here: tuple[bool, ...], device: torch.device) -> Tensor:
 
 @cache  # for good: captured steps, in which no gradient is missing, read it at its address
 def _complete(number: int, device: torch.device) -> Tensor:
-    """`_flags` of so many parameters that all have gradients, of which a maximum over ranks changes but the last."""
+    """`_flags` of so many parameters that all have gradients."""
     return _flags((True,) * number, device)
 
 
@@ -60,8 +60,7 @@ class Presence:
         self.may_skip = skip_nonfinite or found_inf is not None
         self._device = device
         here = tuple(gradient is not None for gradient in gradients)
-        known = all(here) and not self.may_skip
-        self._flags = _complete(len(here), device) if known else _flags(here, device).clone()
+        self._flags = (_complete(len(here), device) if all(here) else _flags(here, device)).clone()
         if skip_nonfinite:
             bad = [~gradient.isfinite().all() for gradient in gradients if gradient is not None]
             if bad:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -69,16 +69,16 @@ class _Memory:
                 return number, address - start
         return None
 
-    def block(self, device: torch.device, order: list[int]) -> Block:
+    def block(self, device: torch.device, before: Sequence[int]) -> tuple[Block, list[int]]:
         """A block for all buffers but those that are still in use, after the step; these stay what they are.
 
-        The order is that for an earlier step, and becomes that for this one.
+        Takes the order in which buffers of an earlier step were placed, and returns that of these.
         """
         self._look()
         uses = {number: Use(self._sizes[number], number, end) for number, end in self._ends.items()}
-        starts, num_bytes, order[:] = arranged(list(uses.values()), order)
+        starts, num_bytes, order = arranged(list(uses.values()), before)
         others = {n: torch.UntypedStorage._new_with_weak_ptr(self._storages[n].cdata) for n in self._live.values()}
-        return Block(num_bytes, dict(zip(uses, starts, strict=True)), others, device)
+        return Block(num_bytes, dict(zip(uses, starts, strict=True)), others, device), order
 
     def _look(self) -> None:
         """Buffers that nothing refers to any more end now."""
@@ -110,15 +110,18 @@ class Recording(TorchDispatchMode):
     Args:
         device: of the step.
         foreign: addresses of storages that may be others in the next step, which nothing that is recorded may keep.
-        order: in which buffers of an earlier step were placed, if there was one; becomes the order for this one.
+        order: in which buffers of an earlier step were placed, if there was one.
+
+    Attributes:
+        order: after the step, in which those of this one are placed.
     """
 
-    def __init__(self, device: torch.device, foreign: Iterable[int], order: list[int]) -> None:
+    def __init__(self, device: torch.device, foreign: Iterable[int], order: Sequence[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[Entry] = []
         self.reason = ""
         """Why the step cannot be recorded; empty if it can."""
-        self._device, self._foreign, self._order = device, frozenset(foreign), order
+        self._device, self._foreign, self.order = device, frozenset(foreign), order
         self._memory, self._num_messages, self._paused = _Memory(), 0, False
         self._constants: list[StorageWeakRef] = []
 
@@ -129,7 +132,8 @@ class Recording(TorchDispatchMode):
         if self.reason:
             return None
         try:
-            return Tape(self.entries, self._memory.block(self._device, self._order))
+            block, self.order = self._memory.block(self._device, self.order)
+            return Tape(self.entries, block)
         except torch.OutOfMemoryError as error:  # the work is done all the same
             self.refuse(f"there is no room for its memory in one block: {error}")
         except DriverError as error:

@@ -14,7 +14,7 @@ seen, so that transports, groups and orthogonalizers have to say that they do no
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,7 +33,7 @@ class StepReplay:
         self._device = device
         self._form: Hashable = None
         self._tape: Tape | None = None
-        self._order: list[int] = []
+        self._order: Sequence[int] = ()
         """In which buffers were placed when a step was written down last."""
         self._replayed, self._reason = False, ""
 
@@ -75,6 +75,7 @@ class StepReplay:
             else:
                 recording = Recording(self._device, foreign(), self._order)
                 self._tape = recording.record(work)
+                self._order = recording.order
                 self._refuse(recording.reason)
 
     def forget(self) -> None:

@@ -1,7 +1,7 @@
 """Newton-Schulz on a Hopper GPU: normalization to float16 in two launches, and all products in one.
 
-Legend: B matrices of R rows and C columns, m the shorter side and n the longer one; a slot is where a
-matrix of each part of the batch is worked on, one after the other.
+Legend: B matrices of R rows and C columns, m the shorter side and n the longer one; a slot is where a matrix of each
+part of the batch is worked on, one after the other.
 """
 
 from __future__ import annotations

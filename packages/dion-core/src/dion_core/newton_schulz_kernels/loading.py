@@ -25,11 +25,19 @@ def _load_turned(source, matrix, k, column, slot, ready, TK: gl.constexpr, LENGT
 
 @gluon.jit
 def make_room(ring, at, narrow, WIDE: gl.constexpr, TK: gl.constexpr, STAGES: gl.constexpr):
-    """Room for slice number `at`, once it is free; of a narrow tile B has one block."""
+    """Room for slice number `at`, once it is free; of a narrow tile B has one block.
+
+    A wait for a slice also ends while the one before it in its slot is on its way, since barriers tell even from odd
+    uses only. Where groups take tiles in turn, the one before may be the other group's, which this group has not waited
+    for. So no slice is begun before that one is there which the next is to replace: of five slots, slice 9 not before
+    slice 5, in whose place slice 10 will be.
+    """
     a_ring, b_ring, full, empty = ring
     slot = at % STAGES
     ready = full.index(slot)
     mbarrier.wait(empty.index(slot), at // STAGES & 1 ^ 1)
+    if WIDE == 1:
+        mbarrier.wait(full.index((at + 1) % STAGES), (at + 1) // STAGES & 1 ^ 1)
     mbarrier.expect(ready, 2 * T * TK * 2, pred=narrow)
     mbarrier.expect(ready, (1 + WIDE) * T * TK * 2, pred=narrow == 0)
     return a_ring.index(slot), b_ring.index(slot), ready
