@@ -26,7 +26,7 @@ alpha = 2, the addition of 3 C and a store with 1 on the diagonal, entry (5, 5) 
 Results depend neither on which program works a tile out nor on when: each tile is summed up in one order.
 
 Legend: as in `schedule`; H = 64 half the rows of a tile, TK the depth of a slice, A, B left and right factor, C what
-is added. "Turned" operands lie in memory with the rows that are multiplied running down.
+is added, x and y the two copies of X. "Turned" operands lie in memory with the rows that are multiplied running down.
 """
 
 from __future__ import annotations
